@@ -1,0 +1,42 @@
+"""Settings that a caller may pass; frozen, and impossible values raise where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Return `value` if it is an int (no bool) within [low, high]; raise saying what would be right."""
+    if type(value) is not int:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        wanted = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """What one media item may weigh: `max_bytes` of source, `max_pixels` once decoded.
+
+    The default pixel limit is a picture of 256 MiB as RGB. Both are decided before a pixel is allocated,
+    and neither reads nor writes Pillow's own limit.
+    """
+
+    max_bytes: int = 256 * 1024**2
+    max_pixels: int = 256 * 1024**2 // 3
+
+    def __post_init__(self) -> None:
+        require_int("max_bytes", self.max_bytes, 1)
+        require_int("max_pixels", self.max_pixels, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOptions:
+    """How an image is read. `exif_orientation=False` keeps the stored orientation."""
+
+    exif_orientation: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.exif_orientation) is not bool:
+            raise TypeError(f"exif_orientation must be a bool, got {type(self.exif_orientation).__name__}")

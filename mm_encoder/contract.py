@@ -1,0 +1,117 @@
+"""What travels between the parts: sizes, plans, patches, results. Frozen, and checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ImageSize(NamedTuple):
+    """A width and a height in pixels, in that order."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one image becomes rows: integers only, known from its size alone.
+
+    The image is resized from `source` to `content` and placed at `offset` (left, top) on a canvas of
+    `canvas` pixels, which is cut into `grid_thw` patches (t, h, w, before merging) and yields `rows`
+    embedding rows.
+    """
+
+    source: ImageSize
+    content: ImageSize
+    canvas: ImageSize
+    offset: tuple[int, int]
+    grid_thw: tuple[int, int, int]
+    rows: int
+
+    def __post_init__(self) -> None:
+        left, top = self.offset
+        fits = (
+            left >= 0
+            and top >= 0
+            and left + self.content.width <= self.canvas.width
+            and top + self.content.height <= self.canvas.height
+        )
+        if not fits or min(*self.content, *self.grid_thw, self.rows) < 1:
+            raise ValueError(f"impossible plan: {self}")
+
+    @property
+    def patch_count(self) -> int:
+        """t·h·w: the patches that enter the tower."""
+        t, h, w = self.grid_thw
+        return t * h * w
+
+    @property
+    def embedding_offsets(self) -> tuple[int, int]:
+        """Where the image's rows start and end: cumulative row counts."""
+        return (0, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """What a caller may know of an image before it is encoded: how many rows, and where they belong.
+
+    Fields are named as in `ImageMetadata`. `preprocessing_hash` names the rules that were applied.
+    """
+
+    model: str
+    family: str
+    preprocessing_hash: str
+    length: int
+    embedding_offsets: tuple[int, ...]
+    grid_thws: tuple[tuple[int, int, int], ...]
+    original_size: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """One image ready for a tower: uint8 `data` [t·h·w, channels·patch·patch] in the family's order."""
+
+    data: torch.Tensor
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        if self.data.ndim != 2 or self.data.shape[0] != self.plan.patch_count:
+            raise ValueError(
+                f"got patches of shape {tuple(self.data.shape)}, but the plan has "
+                f"{self.plan.patch_count} patches"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ImageMetadata:
+    """What is known of a result besides its rows; plain immutable values, picklable, hashable.
+
+    `strides` are in elements. `embedding_offsets` are cumulative row counts. `grid_thws` holds the patch
+    grid (t, h, w) before merging. `original_size` is (width, height) as a viewer shows the image.
+    `cache` says where the rows came from (None: no cache in use). `timings` are (stage, milliseconds);
+    they take no part in comparison and hash.
+    """
+
+    model: str
+    mm_hash: str
+    length: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    strides: tuple[int, ...]
+    embedding_offsets: tuple[int, ...]
+    grid_thws: tuple[tuple[int, int, int], ...]
+    original_size: tuple[int, int]
+    cache: str | None = None
+    timings: tuple[tuple[str, float], ...] = field(default=(), compare=False)
+
+
+class ImageResult(NamedTuple):
+    """Embedding rows [length, width] with their metadata. The tensor owns its storage."""
+
+    tensor: torch.Tensor
+    metadata: ImageMetadata

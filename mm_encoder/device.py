@@ -1,0 +1,131 @@
+"""The only module that speaks CUDA: which device, which stream, which fence.
+
+A replica thread enters one `Lane` and does all its device work inside it. The CPU's lane has the same
+shape and does nothing. The CUDA half is written from the documentation and has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from .errors import DeviceOutOfMemoryError
+
+
+def parse_device(device: str | torch.device) -> torch.device:
+    """`cpu`, `cuda` or `cuda:N`; anything else raises ValueError. `cuda` is cuda:0."""
+    text = str(device)
+    if text == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::([0-9]+))?", text)
+    if match is None:
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {text!r}")
+    index = int(match[1] or 0)
+    count = torch.cuda.device_count()
+    if index >= count:
+        hint = "" if count else "; device='cpu' works everywhere"
+        raise ValueError(f"no device {text!r}: this process sees {count} CUDA devices{hint}")
+    return torch.device("cuda", index)
+
+
+class Lane(Protocol):
+    """One replica's way to its device; everything is called in the replica's thread."""
+
+    device: torch.device
+    priority: int
+    """The stream priority that was granted."""
+
+    def entered(self) -> Any:
+        """Context in which the device and the lane's stream are current for this thread."""
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """A contiguous CPU tensor on the device, ready for work enqueued later on the lane."""
+
+    def wait(self) -> None:
+        """Wait until everything enqueued on this lane so far is done; for nothing else."""
+
+    def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
+        """Register `result` with the stream that will read it."""
+
+
+class CpuLane:
+    """The CPU: everything is done when it returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.priority = 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        yield
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def wait(self) -> None:
+        pass
+
+    def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
+        pass
+
+
+class CudaLane:
+    """One stream on one GPU, with its own pinned staging buffer."""
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device=device, priority=priority)
+        self.priority = self._stream.priority
+        # Blocking: the waiting thread sleeps rather than spins on a core the host needs.
+        self._done = torch.cuda.Event(blocking=True)
+        self._staging: torch.Tensor | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        # Device and stream are current per thread, so the host's other threads see nothing of this.
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        # The buffer is free again: the previous job was waited for, hence its copy was.
+        size = host.numel() * host.element_size()
+        if self._staging is None or self._staging.numel() < size:
+            self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        staged = self._staging[:size].view(host.dtype).view(host.shape)
+        staged.copy_(host)
+        return staged.to(self.device, non_blocking=True)
+
+    def wait(self) -> None:
+        self._done.record(self._stream)
+        self._done.synchronize()
+
+    def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
+        # The memory belongs to the lane's stream: without this it could be given to the next job
+        # while the consumer's kernels still read it.
+        result.record_stream(consumer)
+
+
+def open_lane(device: torch.device, priority: int) -> Lane:
+    """A lane to `device`; the requested priority is clamped to what the device grants."""
+    return CudaLane(device, priority) if device.type == "cuda" else CpuLane(device)
+
+
+def consumer_stream(device: torch.device) -> Any:
+    """The calling thread's current stream on `device`; None on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on CUDA, float32 on the CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def out_of_memory(error: BaseException) -> DeviceOutOfMemoryError | None:
+    """The library's error if `error` says that the device's or the host's memory did not suffice."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return DeviceOutOfMemoryError("no memory for this image; the encoder goes on with the next")
+    return None

@@ -1,0 +1,98 @@
+"""A replica: one thread, one lane to the device, one tower; it takes ready jobs and makes rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from ..contract import ImageMetadata, ImageResult
+from ..device import Lane, open_lane
+from ..errors import ReplicaError
+from .job import Job
+from .scheduler import Scheduler
+
+TowerFunction = Callable[[torch.Tensor, Sequence[tuple[int, int, int]]], torch.Tensor]
+BuildTower = Callable[[Lane], TowerFunction]
+"""Builds the tower; runs in the replica's thread inside its lane, and returns when the tower is usable."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """What all replicas of an encoder have in common."""
+
+    model: str
+    device: torch.device
+    stream_priority: int
+    build_tower: BuildTower
+
+
+class Replica:
+    """Starts its thread at once; `loaded` resolves to the granted stream priority, or to what failed."""
+
+    def __init__(self, index: int, settings: ReplicaSettings, scheduler: Scheduler) -> None:
+        self._settings, self._scheduler = settings, scheduler
+        self.loaded: Future[int] = Future()
+        self.thread = threading.Thread(target=self._run, name=f"mm-encoder-replica-{index}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            lane = open_lane(self._settings.device, self._settings.stream_priority)
+            with lane.entered(), torch.no_grad():
+                tower = self._settings.build_tower(lane)
+                self.loaded.set_result(lane.priority)
+                while (job := self._scheduler.next_to_run()) is not None:
+                    self._run_job(lane, tower, job)
+                    del job  # an idle replica keeps no image and no result alive
+        except BaseException as error:
+            if self.loaded.done():
+                raise
+            self.loaded.set_exception(error)
+
+    def _run_job(self, lane: Lane, tower: TowerFunction, job: Job) -> None:
+        job.stage_done("wait")
+        if not job.start():
+            return
+        try:
+            result = self._encode(lane, tower, job)
+        except BaseException as error:
+            job.fail(error)
+        else:
+            job.succeed(result)
+
+    def _encode(self, lane: Lane, tower: TowerFunction, job: Job) -> ImageResult:
+        patches, job.patches = job.patches, None
+        assert patches is not None
+        rows = own_storage(tower(lane.upload(patches.data), [patches.plan.grid_thw]))
+        if rows.shape[0] != patches.plan.rows:
+            raise ReplicaError(
+                f"the tower gave {rows.shape[0]} rows, the plan has {patches.plan.rows}; this is a bug"
+            )
+        lane.wait()
+        lane.hand_over(rows, job.consumer)
+        job.stage_done("tower")
+        metadata = ImageMetadata(
+            model=self._settings.model,
+            mm_hash=job.mm_hash,
+            length=rows.shape[0],
+            shape=tuple(rows.shape),
+            dtype=str(rows.dtype),
+            device=str(rows.device),
+            strides=rows.stride(),
+            embedding_offsets=job.plan.embedding_offsets,
+            grid_thws=(job.plan.grid_thw,),
+            original_size=(job.plan.source.width, job.plan.source.height),
+            timings=tuple(job.timings),
+        )
+        return ImageResult(rows, metadata)
+
+
+def own_storage(rows: torch.Tensor) -> torch.Tensor:
+    """`rows`, contiguous and in a storage that holds nothing else."""
+    rows = rows.contiguous()
+    alone = rows.untyped_storage().nbytes() == rows.numel() * rows.element_size()
+    return rows if alone else rows.clone()

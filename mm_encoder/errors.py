@@ -1,0 +1,55 @@
+"""Everything this library raises on purpose.
+
+    MMEncoderError
+    ├─ MediaError (also ValueError)         the caller's media is at fault
+    │  ├─ MediaDecodeError                  empty, truncated, corrupt, no frame
+    │  ├─ UnsupportedMediaError             recognised or not, but not decoded here; names the kind
+    │  └─ MediaTooLargeError                bytes or pixels over the limit; decided from the header
+    ├─ PlanMismatchError (also ValueError)  plan or expected_tokens disagree with the source
+    ├─ CheckpointError                      config, processor or weights are not what the family needs
+    ├─ EncoderClosedError                   the encoder was closed
+    └─ ReplicaError                         the engine is at fault; chained to its cause
+       └─ DeviceOutOfMemoryError            that job did not fit; the encoder goes on
+
+Arguments of the wrong type or out of range raise TypeError or ValueError as anywhere in Python.
+"""
+
+
+class MMEncoderError(Exception):
+    """Base of every error of this library."""
+
+
+class MediaError(MMEncoderError, ValueError):
+    """The media that the caller gave cannot be encoded; another item may be fine."""
+
+
+class MediaDecodeError(MediaError):
+    """The media is empty, truncated or corrupt."""
+
+
+class UnsupportedMediaError(MediaError):
+    """The media is of a kind that is not decoded here; the message names the kind."""
+
+
+class MediaTooLargeError(MediaError):
+    """The media exceeds `MediaLimits`, decided before any pixel is allocated."""
+
+
+class PlanMismatchError(MMEncoderError, ValueError):
+    """The number of rows differs from what the caller expected; the message has both."""
+
+
+class CheckpointError(MMEncoderError):
+    """A checkpoint's config, processor file or tensors are missing, unexpected or not supported."""
+
+
+class EncoderClosedError(MMEncoderError):
+    """The encoder was closed before this call or before it could do this work."""
+
+
+class ReplicaError(MMEncoderError):
+    """A replica failed while encoding; `__cause__` is what it failed with."""
+
+
+class DeviceOutOfMemoryError(ReplicaError):
+    """The device had no room for this job; the encoder goes on with the next."""

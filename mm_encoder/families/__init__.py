@@ -1,0 +1,1 @@
+"""One model family a file; what they share is beside them. Families know no threads."""

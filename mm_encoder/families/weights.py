@@ -1,0 +1,133 @@
+"""A checkpoint directory: its JSON files and its safetensors shards, of which only some tensors are read."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError
+
+_INDEX = "model.safetensors.index.json"
+_PLAIN = ("F32", "F16", "BF16")  # anything else under a tower's prefix is quantised
+_LISTED = 8  # names given of each kind in an error
+
+
+class Checkpoint:
+    """A directory with config.json, processor files and safetensors. Raises CheckpointError."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"the checkpoint must be a directory, got {str(path)!r}")
+        config = self.read_json("config.json")
+        if config is None:
+            raise CheckpointError(f"no config.json in {str(path)!r}")
+        self.config: Mapping[str, Any] = config
+
+    @property
+    def name(self) -> str:
+        """The model's name by its config, else the directory's."""
+        return str(self.config.get("_name_or_path") or self.path.resolve().name)
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """The object in a JSON file of the directory, None if there is no such file."""
+        try:
+            value = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{name} cannot be read: {error}") from error
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{name} must hold an object, got {type(value).__name__}")
+        return value
+
+    def load(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        prefixes: Sequence[str],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> dict[str, torch.Tensor]:
+        """Read the tensors named in `shapes`, found under one of `prefixes`, as owned copies.
+
+        Everything under the prefix must be known: missing, unexpected, misshapen and quantised tensors
+        raise one CheckpointError that lists them all.
+        """
+        files = self._files()
+        present = [p for p in prefixes if any(name.startswith(p) for name in files)]
+        if len(present) != 1:
+            found = "none of" if not present else f"{len(present)} of"
+            raise CheckpointError(
+                f"the vision tensors lie under one of the prefixes {', '.join(prefixes)}; "
+                f"found {found} them among {len(files)} tensors"
+            )
+        prefix = present[0]
+        names = {name[len(prefix) :] for name in files if name.startswith(prefix)}
+        faults = {
+            "missing": sorted(shapes.keys() - names),
+            "unexpected": sorted(names - shapes.keys()),
+        }
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for name in sorted(shapes.keys() & names):
+            by_file[files[prefix + name]].append(name)
+
+        tensors: dict[str, torch.Tensor] = {}
+        wrong, quantised = faults.setdefault("misshapen", []), faults.setdefault("quantised", [])
+        for file, wanted in by_file.items():
+            with self._open(file) as shard:
+                for name in wanted:
+                    entry = shard.get_slice(prefix + name)
+                    shape, kind = tuple(entry.get_shape()), entry.get_dtype()
+                    if shape != shapes[name]:
+                        wrong.append(f"{name} {list(shape)}, not {list(shapes[name])}")
+                    elif kind not in _PLAIN:
+                        quantised.append(f"{name} {kind}")
+                    elif not any(faults.values()):
+                        # A copy: the file is mapped, and must not be held open by the weights.
+                        tensors[name] = shard.get_tensor(prefix + name).to(device, dtype, copy=True)
+        if any(faults.values()):
+            raise CheckpointError(_describe(faults, prefix))
+        return tensors
+
+    def _files(self) -> dict[str, str]:
+        """Which file each tensor of the checkpoint lies in."""
+        index = self.read_json(_INDEX)
+        if index is not None:
+            weight_map = index.get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(f"{_INDEX} has no weight_map")
+            for file in set(weight_map.values()):
+                if not isinstance(file, str) or Path(file).name != file:
+                    raise CheckpointError(f"{_INDEX} names {file!r}, which is no file beside it")
+            return dict(weight_map)
+        files: dict[str, str] = {}
+        for path in sorted(self.path.glob("*.safetensors")):
+            with self._open(path.name) as shard:
+                for name in shard.keys():
+                    if name in files:
+                        raise CheckpointError(f"{name} lies in {files[name]} and in {path.name}")
+                    files[name] = path.name
+        if not files:
+            raise CheckpointError(f"no safetensors file with tensors in {str(self.path)!r}")
+        return files
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self.path / file, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _describe(faults: Mapping[str, Sequence[str]], prefix: str) -> str:
+    parts = []
+    for kind, names in faults.items():
+        if names:
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            parts.append(f"{len(names)} {kind} ({', '.join(names[:_LISTED])}{more})")
+    return f"vision tensors under {prefix!r}: " + "; ".join(parts)

@@ -1,0 +1,189 @@
+"""A snapshot of what the caller gave: later changes to it touch neither the rows nor their identity."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from PIL import Image
+
+from ..config import ImageOptions, MediaLimits
+from ..contract import ImageSize
+from ..errors import MediaDecodeError, UnsupportedMediaError
+from .decode import Pixels, apply_orientation, decode, pixels_of
+from .header import check_pixels, check_source_bytes, read_header
+
+ImageInput: TypeAlias = "bytes | bytearray | memoryview | str | Path | np.ndarray | Image.Image"
+"""Encoded bytes, a base64 data URL, a path, an array [h, w], [h, w, 1|3|4], or a Pillow image."""
+
+
+def is_image(value: object) -> bool:
+    """Whether `value` is one image rather than an iterable of them."""
+    return isinstance(value, (bytes, bytearray, memoryview, str, Path, np.ndarray, Image.Image))
+
+
+# Pillow images load lazily from a file position they share with every thread that holds them, and two
+# encoders may be given the same one: the lock is the process's, not an encoder's.
+_PILLOW_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One still image as taken from the caller: `encoded` bytes, or `pixels` already as shown.
+
+    `size` is as shown, `nbytes` what the snapshot and its decoded pixels weigh together.
+    """
+
+    size: ImageSize
+    options: ImageOptions
+    encoded: bytes | None = None
+    pixels: Pixels | None = None
+    mode: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the snapshot plus those of its pixels once decoded to RGB."""
+        return (len(self.encoded) if self.encoded is not None else 0) + 3 * self.size[0] * self.size[1]
+
+    def decode(self, limits: MediaLimits) -> Pixels:
+        """The pixels, uint8 [height, width, 3 or 4], as shown. Raises MediaError."""
+        if self.pixels is not None:
+            return self.pixels
+        assert self.encoded is not None
+        return decode(self.encoded, limits, exif_orientation=self.options.exif_orientation)
+
+    def mm_hash(self, model: str) -> str:
+        """SHA-256, in hex, over the framed model name, kind of source and source content.
+
+        Options are not part of it: it names what the caller gave.
+        """
+        fields: list[bytes | memoryview] = [b"mm_encoder.media.1", model.encode()]
+        if self.encoded is not None:
+            fields += [b"image", self.encoded]
+        else:
+            assert self.pixels is not None
+            shape = "x".join(map(str, self.pixels.shape))
+            fields += [b"pixels", self.mode.encode(), shape.encode(), self.pixels.data]
+        digest = hashlib.sha256()
+        for field in fields:
+            # Each field is preceded by its length, so that no two lists of fields hash the same bytes.
+            digest.update(memoryview(field).nbytes.to_bytes(8, "little"))
+            digest.update(field)
+        return digest.hexdigest()
+
+
+def open_source(image: ImageInput, limits: MediaLimits, options: ImageOptions | None = None) -> Source:
+    """Take a snapshot of `image` and read its size; nothing is decoded yet.
+
+    A `str` is a data URL and never a path: text from a request must not reach the file system.
+    Raises MediaError for bad media, TypeError for something that is no image at all.
+    """
+    options = options or ImageOptions()
+    if isinstance(image, (np.ndarray, Image.Image)):
+        return _open_pixels(image, limits, options)
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        check_source_bytes(memoryview(image).nbytes, limits)
+        data = bytes(image)
+    elif isinstance(image, str):
+        data = read_data_url(image, limits)
+    elif isinstance(image, Path):
+        data = _read_file(image, limits)
+    else:
+        raise TypeError(
+            "an image is bytes, a data URL, a pathlib.Path, a NumPy array or a Pillow image, "
+            f"got {type(image).__name__}"
+        )
+    size = read_header(data, limits).shown(options.exif_orientation)
+    return Source(size, options, encoded=data)
+
+
+def _read_file(path: Path, limits: MediaLimits) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(limits.max_bytes + 1)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise MediaDecodeError(f"cannot read {path.name}: {reason}") from error
+    check_source_bytes(len(data), limits)
+    return data
+
+
+def read_data_url(url: str, limits: MediaLimits) -> bytes:
+    """Decode a base64 data URL (RFC 2397): parameters, any case, missing padding, the URL-safe
+    alphabet and white space are accepted. The media type is not believed. Raises MediaError.
+    """
+    if url[:5].lower() != "data:":
+        raise UnsupportedMediaError(
+            "a string is taken as a data URL, and this one does not begin with 'data:' "
+            "(for a file pass a pathlib.Path)"
+        )
+    header, comma, payload = url[5:].partition(",")
+    if not comma:
+        raise MediaDecodeError("the data URL has no comma before its data")
+    if ";" not in header or header.rpartition(";")[2].strip().lower() != "base64":
+        raise MediaDecodeError("the data URL is not base64 (';base64' is missing before the comma)")
+    check_source_bytes(len(payload) * 3 // 4, limits)
+    text = "".join(payload.split()).replace("-", "+").replace("_", "/").rstrip("=")
+    if not text:
+        raise MediaDecodeError("the data URL is empty")
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise MediaDecodeError("the data URL is not valid base64") from None
+
+
+def _open_pixels(image: np.ndarray | Image.Image, limits: MediaLimits, options: ImageOptions) -> Source:
+    if isinstance(image, np.ndarray):
+        mode = f"array {image.dtype.name}"
+        size = _array_size(image)
+        check_pixels(size, limits, "the array")
+        pixels = _array_pixels(image)
+    else:
+        mode = image.mode
+        check_pixels(ImageSize(*image.size), limits, "the Pillow image")
+        with _PILLOW_LOCK:
+            try:
+                orientation = image.getexif().get(0x0112, 1)
+                pixels = pixels_of(image)
+            except (OSError, SyntaxError, ValueError) as error:
+                if isinstance(error, UnsupportedMediaError):
+                    raise
+                raise MediaDecodeError("the Pillow image cannot be loaded") from error
+        if options.exif_orientation and orientation in range(2, 9):
+            pixels = apply_orientation(pixels, orientation)
+    height, width = pixels.shape[:2]
+    return Source(ImageSize(width, height), options, pixels=pixels, mode=mode)
+
+
+def _array_size(array: np.ndarray) -> ImageSize:
+    # The axes are always (height, width, channels): guessing from the shape gets a 3-pixel side wrong.
+    if array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4)):
+        return ImageSize(array.shape[1], array.shape[0])
+    raise UnsupportedMediaError(
+        f"an array image is [height, width] or [height, width, 1, 3 or 4], got {array.shape}"
+    )
+
+
+def _array_pixels(array: np.ndarray) -> Pixels:
+    """A contiguous uint8 copy with 3 or 4 channels. The scale follows the dtype, never the values."""
+    if np.issubdtype(array.dtype, np.floating):
+        if not np.isfinite(array).all():
+            raise MediaDecodeError("the array holds values that are not finite")
+        array = np.rint(np.clip(array, 0.0, 1.0) * 255.0)
+    elif array.dtype == np.uint16:
+        array = array >> 8
+    elif array.dtype != np.uint8:
+        raise UnsupportedMediaError(
+            f"array images are uint8, uint16 or floating (0 to 1), got {array.dtype.name}"
+        )
+    if array.ndim == 2:
+        array = array[:, :, np.newaxis]
+    if array.shape[2] == 1:
+        array = np.broadcast_to(array, (*array.shape[:2], 3))
+    return np.array(array, dtype=np.uint8, order="C")

@@ -1,0 +1,73 @@
+"""Token counts and tower inputs without weights or a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .config import ImageOptions, MediaLimits, require_int
+from .contract import ImageSize, MediaPlan, Plan
+from .families.registry import load_family
+from .media.source import ImageInput, open_source
+
+
+class MediaPlanner:
+    """Plans images for the checkpoint in a directory, from its config files alone.
+
+    `plan` and the encoder call the same function, so their token counts cannot disagree. Thread-safe.
+    Raises CheckpointError as `Encoder` does.
+    """
+
+    def __init__(self, checkpoint: str | Path, model: str | None = None, family: str | None = None) -> None:
+        opened, self._family = load_family(checkpoint, family)
+        self._limits = MediaLimits()
+        self.model = opened.name if model is None else model
+        self.family = self._family.name
+        self.preprocessing_hash = self._family.preprocessing_hash
+
+    def plan(
+        self, image: ImageInput | tuple[int, int], *, image_options: ImageOptions | None = None
+    ) -> MediaPlan:
+        """The plan of an image, of which only the header is read, or of a (width, height) as shown.
+
+        Raises MediaError; TypeError or ValueError for a size that is not two positive ints.
+        """
+        if isinstance(image, tuple):
+            return self._public(self._family.plan(_size(image)))
+        return self._public(self._family.plan(open_source(image, self._limits, image_options).size))
+
+    def prepare_inputs(
+        self,
+        image: ImageInput,
+        *,
+        dtype: torch.dtype = torch.float32,
+        image_options: ImageOptions | None = None,
+    ) -> tuple[MediaPlan, dict[str, torch.Tensor]]:
+        """The plan, and what the reference's own processor gives for the image: `pixel_values` of
+        `dtype`, in its values, shape and patch order, and `grid_thws`, int64 [1, 3]. Raises MediaError.
+        """
+        source = open_source(image, self._limits, image_options)
+        plan = self._family.plan(source.size)
+        patches = self._family.patches(source.decode(self._limits), plan)
+        return self._public(plan), {
+            "pixel_values": self._family.pixel_values(patches, dtype),
+            "grid_thws": torch.tensor([plan.grid_thw], dtype=torch.int64, device="cpu"),
+        }
+
+    def _public(self, plan: Plan) -> MediaPlan:
+        return MediaPlan(
+            model=self.model,
+            family=self.family,
+            preprocessing_hash=self.preprocessing_hash,
+            length=plan.rows,
+            embedding_offsets=plan.embedding_offsets,
+            grid_thws=(plan.grid_thw,),
+            original_size=(plan.source.width, plan.source.height),
+        )
+
+
+def _size(size: tuple[int, int]) -> ImageSize:
+    if len(size) != 2:
+        raise ValueError(f"a size is (width, height), got {size!r}")
+    return ImageSize(*(require_int(n, v, 1) for n, v in zip(("width", "height"), size, strict=True)))
