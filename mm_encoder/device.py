@@ -124,8 +124,10 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def out_of_memory(error: BaseException) -> DeviceOutOfMemoryError | None:
-    """The library's error if `error` says that the device's or the host's memory did not suffice."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return DeviceOutOfMemoryError("no memory for this image; the encoder goes on with the next")
-    return None
+def out_of_memory(error: BaseException, what: str) -> DeviceOutOfMemoryError | None:
+    """The library's error if `error` says that memory did not suffice for `what`, chained to it."""
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return None
+    ours = DeviceOutOfMemoryError(f"not enough memory for {what}")
+    ours.__cause__ = error
+    return ours

@@ -81,7 +81,9 @@ class Encoder:
         self._scheduler = Scheduler(
             require_int("queue_depth", depth, 1), require_int("queue_bytes", queue_bytes, 1)
         )
-        self._limits = limits or MediaLimits()
+        self._limits = MediaLimits() if limits is None else limits
+        if not isinstance(self._limits, MediaLimits):
+            raise TypeError(f"limits must be a MediaLimits, got {type(limits).__name__}")
         self.device = parse_device(device)
         self.dtype = default_dtype(self.device) if dtype is None else dtype
         if self.dtype not in _DTYPES:
@@ -147,9 +149,7 @@ class Encoder:
             message = f"images[{index}]: {error}"
             raise type(error)(message) from error.__cause__ or error
         finally:
-            for future in futures:
-                future.cancel()
-            wait(futures)
+            wait([future for future in futures if not future.cancel()])
 
     def submit(
         self,

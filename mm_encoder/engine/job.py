@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from concurrent.futures import Future
@@ -33,6 +34,9 @@ class Job:
     """Whether the job holds a slot and its bytes; the scheduler's business."""
     timings: list[tuple[str, float]] = field(default_factory=list)
     _mark: float = field(default_factory=time.perf_counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _told: bool = False
+    """Whether the waiters of a cancelled future were told; a future allows that once."""
 
     def stage_done(self, stage: str) -> None:
         """Book the time since the last stage ended, in milliseconds, under `stage`."""
@@ -46,7 +50,19 @@ class Job:
 
     def start(self) -> bool:
         """Point of no return for cancellation; False when the caller has cancelled."""
-        return self.future.set_running_or_notify_cancel()
+        with self._lock:
+            if not self._told:
+                started = self.future.set_running_or_notify_cancel()
+                self._told = not started
+                return started
+            return False
+
+    def tell_cancelled(self) -> None:
+        """Release those who wait for the cancelled future; `cancel` alone leaves them waiting."""
+        with self._lock:
+            if not self._told:
+                self._told = True
+                self.future.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
         """Hand `error`, as one of the library's, to the caller unless they have cancelled."""
@@ -60,6 +76,9 @@ def _as_ours(error: BaseException) -> MMEncoderError:
     traceback.clear_frames(error.__traceback__)
     if isinstance(error, MMEncoderError):
         return error
-    ours = out_of_memory(error) or ReplicaError(f"encoding failed: {type(error).__name__}: {error}")
-    ours.__cause__ = error
-    return ours
+    full = out_of_memory(error, "this image; the encoder goes on with the next")
+    if full is not None:
+        return full
+    failed = ReplicaError(f"encoding failed: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed

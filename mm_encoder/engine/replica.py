@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..contract import ImageMetadata, ImageResult
-from ..device import Lane, open_lane
+from ..device import Lane, open_lane, out_of_memory
 from ..errors import ReplicaError
 from .job import Job
 from .scheduler import Scheduler
@@ -51,7 +51,7 @@ class Replica:
         except BaseException as error:
             if self.loaded.done():
                 raise
-            self.loaded.set_exception(error)
+            self.loaded.set_exception(out_of_memory(error, "the weights of a replica") or error)
 
     def _run_job(self, lane: Lane, tower: TowerFunction, job: Job) -> None:
         job.stage_done("wait")

@@ -120,6 +120,7 @@ class Scheduler:
                     self._release(job)
             if self._closed:
                 self._wake_all()
+        job.tell_cancelled()
 
     def _wake_all(self) -> None:
         for condition in (self._space, self._to_prepare, self._to_run):

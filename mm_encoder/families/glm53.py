@@ -73,6 +73,8 @@ class VisionConfig:
         require(vision, "in_channels", _CHANNELS, where)
         require(vision, "attention_dropout", 0, where)
         rope = vision.get("rope_parameters") or {}
+        if not isinstance(rope, dict):
+            raise CheckpointError(f"{where}.rope_parameters must be an object, got {rope!r}")
         if rope.get("rope_type") != "default":  # which the reference reads as axial
             require(rope, "rope_type", "axial", f"{where}.rope_parameters")
         flat = {**vision, "rope_theta": rope.get("rope_theta")}

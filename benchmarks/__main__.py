@@ -1,0 +1,23 @@
+"""python -m benchmarks [TABLE...]: print the named tables, or all."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+TABLES = ("preprocess", "plan", "tower", "overhead", "imports")
+
+
+def main() -> int:
+    wanted = sys.argv[1:] or list(TABLES)
+    unknown = [name for name in wanted if name not in TABLES]
+    if unknown:
+        print(f"no table {', '.join(unknown)}; there are {', '.join(TABLES)}", file=sys.stderr)
+        return 2
+    for name in wanted:
+        importlib.import_module(f"benchmarks.{name}").main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""The command `mm-encoder`: image files to a safetensors file of embedding rows, and what surrounds it.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 all good; 1 some images were at fault,
+the rest is done; 2 nothing was done. Needs the extra `cli`; without it `main` says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from .. import demo as demonstration
+from .. import viz
+from ..device import open_lane, parse_device
+from ..encoder import Encoder
+from ..families.family import Family
+from ..families.registry import FAMILIES, load_family
+from ..planner import MediaPlanner
+from ..runtime import identity
+from .files import FAULTS, Encoded, Input, check_target, encode_all, expand, replacing, write
+
+_WAITING = ("queue", "wait")  # stages in which nothing is done for the image itself
+
+
+class Dtype(StrEnum):
+    """What `--dtype` takes: names of Torch's."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+try:
+    import typer
+    from rich import box
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+except ImportError:
+    _HAS_EXTRA = False
+else:
+    _HAS_EXTRA = True
+    # What the commands' annotations, strings until Typer reads them, refer to.
+    CheckpointArgument = Annotated[
+        Path, typer.Argument(help="Directory with config.json and safetensors.", show_default=False)
+    ]
+    ImagesArgument = Annotated[
+        list[str],
+        typer.Argument(help="Files, and folders whose images are taken at any depth.", show_default=False),
+    ]
+    PlannedArgument = Annotated[
+        list[str], typer.Argument(help="Files, folders, or sizes like 1920x1080.", show_default=False)
+    ]
+    OutOption = Annotated[
+        Path, typer.Option("--out", help="The .safetensors file to write.", show_default=False)
+    ]
+    PictureOption = Annotated[
+        Path | None, typer.Option("--picture", help="A .png file to draw the embeddings into.")
+    ]
+    DeviceOption = Annotated[
+        str | None, typer.Option("--device", help="cpu or cuda:N; by default cuda:0 where there is one.")
+    ]
+    DtypeOption = Annotated[
+        Dtype | None, typer.Option("--dtype", help="By default bfloat16 on CUDA and float32 on the CPU.")
+    ]
+    ReplicasOption = Annotated[
+        int, typer.Option("--replicas", help="Copies of the model that work side by side.")
+    ]
+    ModelOption = Annotated[
+        str | None, typer.Option("--model", help="Name of the model in metadata and hashes.")
+    ]
+    FamilyOption = Annotated[
+        str | None, typer.Option("--family", help="By default recognised from config.json.")
+    ]
+    FolderOption = Annotated[
+        Path | None, typer.Option("--folder", help="By default mm-encoder/demo in the user's cache.")
+    ]
+    JsonOption = Annotated[bool, typer.Option("--json", help="Print the same as JSON.")]
+
+
+def main() -> None:
+    """Run the command line; ends by SystemExit with the exit code."""
+    if not _HAS_EXTRA:
+        print('mm-encoder: the command line needs an extra: pip install "mm-encoder[cli]"', file=sys.stderr)
+        sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to fail
+    build_app()(prog_name="mm-encoder")
+
+
+def build_app() -> typer.Typer:
+    """The command line as a Typer app."""
+    app = typer.Typer(
+        help="Image files to the embedding rows of a multimodal LLM's vision tower.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for command in (encode, plan, families, doctor, demo):
+        app.command()(_without_traceback(command))
+    return app
+
+
+def encode(
+    checkpoint: CheckpointArgument,
+    images: ImagesArgument,
+    out: OutOption,
+    picture: PictureOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    replicas: ReplicasOption = 1,
+    model: ModelOption = None,
+    family: FamilyOption = None,
+) -> int:
+    """Encode images into one file: for each a tensor of embedding rows, under its path as the key."""
+    inputs = expand(images)
+    _, rules = load_family(checkpoint, family)  # a bad checkpoint is said before a folder is made
+    check_target("--out", out, ".safetensors", inputs)
+    if picture is not None:
+        check_target("--picture", picture, ".png", inputs)
+    with Encoder(
+        checkpoint,
+        model,
+        _or_default(device),
+        family,
+        dtype=None if dtype is None else getattr(torch, dtype.value),
+        replicas_per_gpu=replicas,
+    ) as encoder:
+        encoded = _encode_and_write(encoder, inputs, out)
+    if picture is not None and encoded:
+        _draw(encoded, rules, picture, encoder.model)
+    return int(len(encoded) < len(inputs))
+
+
+def plan(checkpoint: CheckpointArgument, images: PlannedArgument, family: FamilyOption = None) -> int:
+    """Say how many rows images make, from their headers alone; no weights are read."""
+    planner = MediaPlanner(checkpoint, family=family)
+    items: list[tuple[str, Path | tuple[int, int]]] = []
+    for name in images:
+        size = re.fullmatch(r"([0-9]{1,9})[xX]([0-9]{1,9})", name)
+        if size and not os.path.exists(name):
+            items.append((name, (int(size[1]), int(size[2]))))
+        else:
+            items += [(str(item.path), item.path) for item in expand([name])]
+    table = _table("image", "size", "grid t·h·w", "rows")
+    for name, item in items:
+        try:
+            planned = planner.plan(item)
+        except FAULTS as error:
+            _complain(name, error)
+        else:
+            table.add_row(printable(name), *_shape(planned), str(planned.length))
+    if table.row_count:
+        _console().print(table)
+    return int(table.row_count < len(items))
+
+
+def families() -> int:
+    """List the model families and the released checkpoints that each fits."""
+    table = _table("family", "checkpoints", numbers=False)
+    for family in FAMILIES:
+        table.add_row(family.name, "\n".join(family.checkpoints))
+    _console().print(table)
+    return 0
+
+
+def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
+    """Say what this runs on: versions, devices, and the stream priority that a replica gets."""
+    target = parse_device(_or_default(device))
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    priority = open_lane(target, 1).priority if target.type == "cuda" else None
+    if as_json:
+        found = [
+            {"name": gpu.name, "capability": [gpu.major, gpu.minor], "memory_bytes": gpu.total_memory}
+            for gpu in gpus
+        ]
+        facts = {"device": str(target), "stream_priority": priority, "cuda_devices": found}
+        print(json.dumps({**facts, "identity": dict(identity())}, indent=2))
+        return 0
+    table = _table("", "", numbers=False)
+    for name, value in identity().items():
+        table.add_row(name, value)
+    for index, gpu in enumerate(gpus):
+        memory = f"{gpu.total_memory / 1024**3:.0f} GiB"
+        table.add_row(f"cuda:{index}", f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {memory}")
+    if not gpus:
+        table.add_row("cuda devices", "none")
+    table.add_row("device", str(target))
+    table.add_row("stream priority", "none: the CPU has no streams" if priority is None else str(priority))
+    _console().print(table)
+    return 0
+
+
+def demo(folder: FolderOption = None, device: DeviceOption = None) -> int:
+    """Encode real photographs with a small model of random weights, and draw the result."""
+    folder = folder or demonstration.default_folder()
+    checkpoint, photos = demonstration.prepare(folder)
+    inputs = [Input(path.name, path) for path in photos]
+    with Encoder(checkpoint, "glm53-demo-random-weights", _or_default(device)) as encoder:
+        encoded = _encode_and_write(encoder, inputs, folder / "embeddings.safetensors")
+    note = "The weights are random: the colours show a picture's structure, not its meaning."
+    _, rules = load_family(checkpoint)
+    if encoded:
+        _draw(encoded, rules, folder / "picture.png", "GLM-5.3 with random weights", note)
+    print(note)
+    return int(len(encoded) < len(inputs))
+
+
+def _encode_and_write(encoder: Encoder, inputs: Sequence[Input], out: Path) -> list[Encoded]:
+    """Encode, write `out` unless every image was at fault, and say what was done."""
+    begun = time.perf_counter()
+    encoded = _encode(encoder, inputs)
+    seconds = time.perf_counter() - begun
+    if not encoded:
+        print(f"mm-encoder: no image could be encoded, {printable(str(out))} not written", file=sys.stderr)
+        return []
+    write(out, encoder, encoded)
+    table = _table("image", "size", "grid t·h·w", "rows", "ms")
+    for item, (rows, metadata) in encoded:
+        work = sum(ms for stage, ms in metadata.timings if stage not in _WAITING)
+        table.add_row(printable(item.key), *_shape(metadata), str(len(rows)), f"{work:.0f}")
+    _console().print(table)
+    count = f"{len(encoded)} of {len(inputs)}" if len(encoded) < len(inputs) else str(len(inputs))
+    total, width = sum(len(rows) for _, (rows, _) in encoded), encoded[0].result.tensor.shape[1]
+    print(
+        f"{count} images, {total} rows of {width} {str(encoder.dtype).removeprefix('torch.')} "
+        f"in {seconds:.1f} s, {len(encoded) / seconds:.1f} images/s"
+    )
+    print(f"embeddings: {printable(str(out))}")
+    return encoded
+
+
+def _encode(encoder: Encoder, inputs: Sequence[Input]) -> list[Encoded]:
+    """What could be encoded, in order; faults are reported as they come. Shows progress on a terminal."""
+    done: dict[int, Encoded] = {}
+    console = _console(stderr=True)
+    columns = TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
+    begun = time.perf_counter()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=len(inputs), rate="")
+        for number, (index, outcome) in enumerate(encode_all(encoder, inputs), start=1):
+            if isinstance(outcome, BaseException):
+                _complain(str(inputs[index].path), outcome)
+            else:
+                done[index] = Encoded(inputs[index], outcome)
+            rate = number / (time.perf_counter() - begun)
+            progress.update(task, advance=1, rate=f"{rate:.1f} images/s")
+    return [done[index] for index in sorted(done)]
+
+
+def _draw(encoded: Sequence[Encoded], family: Family, path: Path, title: str, note: str = "") -> None:
+    """Draw images beside their rows' colours into a PNG file, and say so."""
+    items = [(printable(item.key), item.path, result) for item, result in encoded]
+    sheet = viz.draw(items, family, printable(title), note)
+    with replacing(path) as new:
+        sheet.save(new, format="PNG")
+    print(f"picture: {printable(str(path))}")
+
+
+def _without_traceback(command: Callable[..., int]) -> Callable[..., None]:
+    """`command`, ending in its exit code; what is at fault is said in one line."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            code = command(*args, **kwargs)
+        except BrokenPipeError:
+            raise  # whoever read the output has left; Typer ends quietly
+        except FAULTS as error:
+            _complain("mm-encoder", error)
+            code = 2
+        raise typer.Exit(code)
+
+    return run
+
+
+def _complain(name: str, error: BaseException) -> None:
+    print(f"{printable(name)}: {printable(str(error))}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """`text` on one line and harmless to a terminal: what does not print is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _shape(of: Any) -> tuple[str, str]:
+    """Size and grid of a plan or metadata, as text."""
+    (width, height), (grid, *_) = of.original_size, of.grid_thws
+    return f"{width}x{height}", "·".join(map(str, grid))
+
+
+def _or_default(device: str | None) -> str:
+    return device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """Prints text as it is; uncut where it is not a terminal that reads it."""
+    console = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console.width = 1000
+    return console
+
+
+def _table(*columns: str, numbers: bool = True) -> Table:
+    """A table without lines, columns after the first to the right if they are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=any(columns), pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if numbers and index else "left", overflow="fold")
+    return table

@@ -1,0 +1,257 @@
+"""What `mm-encoder demo` encodes: a small checkpoint in the release's formats, with random weights, and
+photographs that come inside scikit-image. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from safetensors.torch import save_file
+
+# Raise it with every change to what is built: folders built by another recipe are built anew.
+_RECIPE = 1
+# Written last into what is built. Only folders that hold it are ever replaced.
+_MARK = ".mm-encoder-demo.json"
+_WORK = ".mm-encoder-work"
+
+_PHOTOS = ("astronaut.png", "coffee.png", "camera.png", "rocket.jpg", "retina.jpg", "chelsea.png")
+
+_SMALL = {
+    "depth": 4,
+    "hidden_size": 256,
+    "num_heads": 4,
+    "intermediate_size": 1024,
+    "out_hidden_size": 512,
+    "projection_intermediate_size": 1280,
+}
+_RELEASED = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "num_heads": 16,
+    "intermediate_size": 4096,
+    "out_hidden_size": 4096,
+    "projection_intermediate_size": 10240,
+}
+_PATCH, _FRAMES, _MERGE, _CHANNELS = 14, 2, 2, 3
+
+
+def default_folder() -> Path:
+    """`mm-encoder/demo` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache)."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "mm-encoder" / "demo"
+
+
+def prepare(folder: Path) -> tuple[Path, list[Path]]:
+    """The checkpoint directory and the photographs in `folder`, built if they are not there yet.
+
+    Several processes may ask at once: one builds, the others wait. What an interrupted build left is
+    removed. Raises FileExistsError for a folder in which something lies that is not the demo's, and
+    FileNotFoundError where scikit-image is not installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / ".mm-encoder-demo.lock"  # the first thing made, so it also says whose the folder is
+    if any(folder.iterdir()) and not lock.exists():
+        raise FileExistsError(f"{folder} holds other files; give --folder a new or an empty one")
+    with FileLock(lock):
+        checkpoint = _build_once(folder / "checkpoint", make_checkpoint)
+        pictures = _build_once(folder / "photos", photos)
+    return checkpoint, [pictures / name for name in _PHOTOS]
+
+
+def photos(folder: Path) -> list[Path]:
+    """Copy six of scikit-image's photographs into `folder`, byte for byte, and return their paths.
+
+    Raises FileNotFoundError where scikit-image is not installed.
+    """
+    package = importlib.util.find_spec("skimage")  # found, not imported: that takes a second
+    if package is None or package.origin is None:
+        raise FileNotFoundError('the photographs come with scikit-image: pip install "mm-encoder[demo]"')
+    folder.mkdir(parents=True, exist_ok=True)
+    data = Path(package.origin).parent / "data"
+    return [Path(shutil.copyfile(data / name, folder / name)) for name in _PHOTOS]
+
+
+def make_checkpoint(
+    folder: Path,
+    *,
+    seed: int = 0,
+    released_size: bool = False,
+    image_tokens: tuple[int, int] | None = None,
+    shards: int = 2,
+) -> Path:
+    """Write a GLM-5.3 checkpoint into `folder` and return it: the release's file names, tensor names,
+    dtype (bfloat16) and config formats; random weights, the same for the same arguments.
+
+    released_size: 24 layers 1024 wide and rows 4096 wide (1.1 GB on disk), with the release's token
+    bounds; otherwise 4 layers 256 wide and rows 512 wide (15 MB).
+    image_tokens: (fewest, most) rows of an image; smaller images are enlarged, larger ones reduced. The
+    small checkpoint's default gives photographs of any size a fine grid.
+    """
+    sizes = _RELEASED if released_size else _SMALL
+    fewest, most = image_tokens or ((16, 8000) if released_size else (900, 1024))
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", _config(sizes))
+    _write_json(folder / "processor_config.json", _processor_config(fewest, most))
+
+    shapes = [(f"model.visual.{name}", shape) for name, shape in _shapes(sizes)]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    weight_map: dict[str, str] = {}
+    total = 0
+    per_shard = -(-len(shapes) // shards)
+    for index in range(shards):
+        file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+        part = shapes[index * per_shard : (index + 1) * per_shard]
+        tensors = {name: _random(name, shape, generator) for name, shape in part}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    _write_json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
+    return folder
+
+
+def _shapes(sizes: dict[str, int]) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tower's tensors as released, without their prefix."""
+    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    out, projection = sizes["out_hidden_size"], sizes["projection_intermediate_size"]
+    head = width // sizes["num_heads"]
+
+    def linear(name: str, *shape: int) -> Iterable[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.weight", shape
+        yield f"{name}.bias", shape[:1]
+
+    yield from linear("patch_embed.proj", width, _CHANNELS, _FRAMES, _PATCH, _PATCH)
+    for index in range(sizes["depth"]):
+        block = f"blocks.{index}"
+        yield f"{block}.norm1.weight", (width,)
+        yield from linear(f"{block}.attn.qkv", 3 * width, width)
+        yield f"{block}.attn.q_norm.weight", (head,)
+        yield f"{block}.attn.k_norm.weight", (head,)
+        yield from linear(f"{block}.attn.proj", width, width)
+        yield f"{block}.norm2.weight", (width,)
+        yield from linear(f"{block}.mlp.gate_proj", inner, width)
+        yield from linear(f"{block}.mlp.up_proj", inner, width)
+        yield from linear(f"{block}.mlp.down_proj", width, inner)
+    yield "post_layernorm.weight", (width,)
+    yield from linear("downsample", out, width, _MERGE, _MERGE)
+    yield "merger.proj.weight", (out, out)
+    yield from linear("merger.post_projection_norm", out)
+    yield "merger.gate_proj.weight", (projection, out)
+    yield "merger.up_proj.weight", (projection, out)
+    yield "merger.down_proj.weight", (out, projection)
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Weights that keep activations near 1 through any depth: N(0, 1.5²/fan-in) for matrices, small
+    biases, norms near 1. bfloat16.
+    """
+    values = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
+    if len(shape) > 1:
+        values *= 1.5 / math.sqrt(math.prod(shape[1:]))
+    elif name.endswith("bias"):
+        values *= 0.1
+    else:
+        values = 1 + 0.1 * values
+    return values.to(torch.bfloat16)
+
+
+def _config(sizes: dict[str, int]) -> dict[str, Any]:
+    return {
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "model_type": "glm5_next",
+        "dtype": "bfloat16",
+        "image_token_id": 154854,
+        "video_token_id": 154855,
+        "image_start_token_id": 154830,
+        "image_end_token_id": 154831,
+        "video_start_token_id": 154832,
+        "video_end_token_id": 154833,
+        "text_config": {"model_type": "glm5_next_text", "hidden_size": sizes["out_hidden_size"]},
+        "vision_config": {
+            "model_type": "glm5_next_vision",
+            **sizes,
+            "image_size": 448,
+            "patch_size": _PATCH,
+            "temporal_patch_size": _FRAMES,
+            "spatial_merge_size": _MERGE,
+            "in_channels": _CHANNELS,
+            "hidden_act": "silu",
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "rms_norm_eps": 1e-5,
+            "swiglu_limit": 10.0,
+        },
+    }
+
+
+def _processor_config(fewest: int, most: int) -> dict[str, Any]:
+    return {
+        "processor_class": "Glm5NextProcessor",
+        "image_processor": {
+            "image_processor_type": "Glm5NextImageProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "do_rescale": True,
+            "do_normalize": True,
+            "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "patch_size": _PATCH,
+            "merge_size": _MERGE,
+            "temporal_patch_size": _FRAMES,
+            "patch_expand_factor": 1,
+            "min_image_tokens": fewest,
+            "max_image_tokens": most,
+            "resample": 3,
+            "rescale_factor": 1 / 255,
+            "size": {"longest_edge": 1},
+        },
+    }
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _build_once(target: Path, build: Callable[[Path], object]) -> Path:
+    """Have `target` built in a work folder and moved into place, unless it is there and whole.
+
+    Called with the lock held, so whatever lies in the work folder is an interrupted build's.
+    """
+    work = target.parent / _WORK
+    shutil.rmtree(work, ignore_errors=True)
+    if _is_whole(target):
+        return target
+    if target.exists() and not (target / _MARK).is_file():
+        raise FileExistsError(f"{target} was not made by the demo: move it away")
+    new = work / target.name
+    new.mkdir(parents=True)
+    build(new)
+    files = {path.name: path.stat().st_size for path in new.iterdir()}
+    _write_json(new / _MARK, {"recipe": _RECIPE, "files": files})
+    if target.exists():
+        target.rename(work / "old")
+    new.rename(target)
+    shutil.rmtree(work)
+    return target
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether `target` was built by this recipe and its files are still there (caches get swept)."""
+    try:
+        mark = json.loads((target / _MARK).read_text(encoding="utf-8"))
+        sizes = {name: (target / name).stat().st_size for name in mark["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(mark["recipe"] == _RECIPE and mark["files"] == sizes)

@@ -1,0 +1,106 @@
+"""The package's layers: imports go left only, and importing does nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "mm_encoder"
+
+# Each group may import from itself and from the groups before it, as DESIGN has it.
+LAYERS = [
+    {"errors"},
+    {"contract"},
+    {"config", "runtime"},
+    {"media", "device"},
+    {"families"},
+    {"engine"},
+    {"planner", "encoder"},
+    {"__init__", "viz", "demo"},
+    {"cli"},
+]
+RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+# Arrows that the ranks allow and the design does not.
+FORBIDDEN = {("media", "device"), ("device", "media"), ("planner", "encoder"), ("encoder", "planner")}
+FORBIDDEN |= {("engine", "families"), ("families", "device")}
+
+
+def imported_parts(path: Path, package: Path) -> set[str]:
+    """The top-level parts of mm_encoder that a module imports, wherever in it."""
+    inside = path.relative_to(package).parts
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                # One dot is the module's own package, each further dot the one above.
+                base = list(inside[:-1])[: len(inside) - node.level]
+                names = [*base, *(node.module.split(".") if node.module else [])]
+                parts |= {names[0]} if names else {alias.name for alias in node.names}
+            elif node.module and node.module.split(".")[0] == "mm_encoder":
+                parts.add([*node.module.split("."), "__init__"][1])
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "mm_encoder":
+                    parts.add([*alias.name.split("."), "__init__"][1])
+    return {part if part in RANK else "__init__" for part in parts}
+
+
+def upward(package: Path) -> list[str]:
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        part = path.relative_to(package).parts[0].removesuffix(".py")
+        for other in imported_parts(path, package) - {part}:
+            if RANK[other] > RANK[part] or (part, other) in FORBIDDEN:
+                found.append(f"{path.relative_to(package)} imports {other}")
+    return found
+
+
+def test_no_import_points_upward() -> None:
+    assert upward(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("media/decode.py", "from ..families.glm53 import Glm53"),
+        ("engine/replica.py", "from ..families import registry"),
+        ("engine/replica.py", "import mm_encoder.families.registry"),
+        ("errors.py", "def late():\n    from . import contract"),
+        ("families/glm53.py", "from mm_encoder.engine.job import Job"),
+        ("planner.py", "from .encoder import Encoder"),
+    ],
+)
+def test_an_upward_import_is_seen(tmp_path: Path, place: str, line: str) -> None:
+    for part in RANK:
+        (tmp_path / f"{part}.py").write_text("")
+    target = tmp_path / place
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(line)
+    assert upward(tmp_path) != []
+
+
+def test_every_part_has_its_layer() -> None:
+    parts = {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in PACKAGE.rglob("*.py")}
+    assert parts == set(RANK)
+
+
+def test_importing_starts_no_thread_and_no_cuda() -> None:
+    program = (
+        "import threading, logging, warnings\n"
+        "import torch\n"
+        "before = threading.enumerate(), torch.get_num_threads(), torch.get_default_dtype(), "
+        "torch.get_rng_state().tolist(), logging.getLogger().handlers[:], warnings.filters[:]\n"
+        "import mm_encoder\n"
+        "after = threading.enumerate(), torch.get_num_threads(), torch.get_default_dtype(), "
+        "torch.get_rng_state().tolist(), logging.getLogger().handlers[:], warnings.filters[:]\n"
+        "assert before == after\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stderr) == (0, "")

@@ -1,0 +1,86 @@
+"""Plans without weights: from a header, from a size, and the reference's inputs."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mm_encoder import Encoder, MediaDecodeError, MediaPlanner, MediaTooLargeError
+
+
+def jpeg(width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (90, 120, 30)).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def test_a_header_a_size_and_the_encoder_agree(glm53_checkpoint: Path) -> None:
+    planner = MediaPlanner(glm53_checkpoint)
+    with Encoder(glm53_checkpoint, device="cpu") as encoder:
+        for size in [(1, 1), (640, 480), (33, 700), (56, 56)]:
+            plan = planner.plan(jpeg(*size))
+            metadata = encoder.generate(jpeg(*size))[0].metadata
+            assert plan == planner.plan(size)
+            assert plan.length == metadata.length
+            assert plan.grid_thws == metadata.grid_thws
+            assert plan.embedding_offsets == metadata.embedding_offsets == (0, plan.length)
+            assert plan.original_size == metadata.original_size == size
+
+
+def test_no_weights_are_needed(glm53_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(glm53_checkpoint, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    planner = MediaPlanner(tmp_path / "bare", model="name")
+    assert planner.model == planner.plan((50, 50)).model == "name"
+    assert planner.plan((50, 50)).family == planner.family == "glm53"
+    assert planner.plan((50, 50)).preprocessing_hash == planner.preprocessing_hash
+
+
+def test_only_the_header_is_read(glm53_checkpoint: Path) -> None:
+    planner = MediaPlanner(glm53_checkpoint)
+    whole = jpeg(1920, 1080)
+    start_of_scan = whole.index(b"\xff\xda")
+    assert planner.plan(whole[:start_of_scan]) == planner.plan(whole)
+    with pytest.raises(MediaDecodeError):
+        planner.prepare_inputs(whole[:start_of_scan])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_have_the_references_shape_and_dtype(glm53_checkpoint: Path, dtype: torch.dtype) -> None:
+    plan, inputs = MediaPlanner(glm53_checkpoint).prepare_inputs(jpeg(100, 60), dtype=dtype)
+    t, h, w = plan.grid_thws[0]
+    assert inputs["pixel_values"].shape == (t * h * w, 3 * 2 * 14 * 14)
+    assert inputs["pixel_values"].dtype == dtype
+    assert inputs["grid_thws"].dtype == torch.int64
+    assert inputs["grid_thws"].tolist() == [[t, h, w]]
+
+
+@pytest.mark.parametrize(
+    ("size", "error"),
+    [
+        ((0, 5), ValueError),
+        ((5, -1), ValueError),
+        ((5,), ValueError),
+        ((5, 5, 3), ValueError),
+        ((5.0, 5), TypeError),
+        ((True, 5), TypeError),
+        (("5", "5"), TypeError),
+    ],
+)
+def test_an_impossible_size_raises(glm53_checkpoint: Path, size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="width|height|size"):
+        MediaPlanner(glm53_checkpoint).plan(size)
+
+
+def test_what_the_encoder_would_refuse_is_refused(glm53_checkpoint: Path) -> None:
+    planner = MediaPlanner(glm53_checkpoint)
+    with pytest.raises(MediaDecodeError):
+        planner.plan(b"nothing")
+    with pytest.raises(MediaTooLargeError):
+        planner.plan(np.broadcast_to(np.uint8(0), (50_000, 50_000)))
