@@ -9,8 +9,8 @@ matters: a PNG is cut down to the chunks that carry pixels, a GIF to its first f
 from __future__ import annotations
 
 import io
+import re
 import types
-import zlib
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageFile, PngImagePlugin
 
 from ..config import MediaLimits
 from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
-from .header import Header, gif_first_frame, png_chunks, read_header
+from .containers import check_jpeg_scans, gif_first_frame, tidy_jpeg
+from .header import Header, read_header
+from .png import pixel_chunks
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -70,6 +72,8 @@ def pixels_of(image: Image.Image) -> Pixels:
         )
     if image.mode.startswith("I;16"):
         return _sixteen_bit(image)
+    if image.mode == "La":
+        image = image.convert("LA")  # the only mode that it converts to
     transparent = image.has_transparency_data
     return np.array(image.convert("RGBA" if transparent else "RGB"))
 
@@ -86,67 +90,105 @@ def _sixteen_bit(image: Image.Image) -> Pixels:
 
 # --- JPEG --------------------------------------------------------------------------------------------
 
-# Warnings of libjpeg after which the picture is whole all the same.
-_HARMLESS = ("extraneous bytes before marker", "Invalid SOS parameters", "Adobe color transform", "JFIF")
+# What libjpeg may warn of before it comes to the pixels.
+_BEFORE_PIXELS = re.compile("extraneous bytes|Invalid SOS parameters|Adobe color transform|JFIF revision")
+# Of stray bytes before the end marker it warns when it has all pixels. A few are an encoder's padding;
+# many are what is left when data was overwritten with something that decodes to less.
+_PADDING = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
+_MAX_PADDING = 64
 
 
 def _decode_jpeg(data: bytes, header: Header) -> Pixels:
     if header.channels not in (1, 3, 4):
         raise UnsupportedMediaError(f"JPEG with {header.channels} colour channels")
-    space = "CMYK" if header.channels == 4 else "RGB"
-    try:
-        pixels: Pixels = simplejpeg.decode_jpeg(data, space)
-    except ValueError as error:
-        # libjpeg-turbo names only the first thing that it found wrong. A harmless one may hide a missing
-        # end, which shows in no end-of-image marker after the last scan.
-        cut = data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda")
-        if cut or not any(warning in str(error) for warning in _HARMLESS):
-            raise MediaDecodeError(f"the JPEG is truncated or corrupt ({error})") from None
-        pixels = simplejpeg.decode_jpeg(data, space, strict=False)
+    check_jpeg_scans(data)
+    pixels = _decompress_jpeg(data, header.channels)
     if header.channels == 4:
         # Inks are stored inverted, as Adobe does. Without an Adobe marker the format leaves it open;
         # Pillow, and so the references, take it the same way.
-        return np.array(Image.fromarray(255 - pixels, "CMYK").convert("RGB"))
+        inks = Image.frombuffer("CMYK", pixels.shape[1::-1], 255 - pixels, "raw", "CMYK", 0, 1)
+        return np.array(inks.convert("RGB"))
     return pixels
+
+
+def _decompress_jpeg(data: bytes, channels: int) -> Pixels:
+    """Decode, taking any warning of libjpeg for an error but those after which the picture is whole.
+
+    It names only its first: what may hide another behind it has to be put right before it is believed.
+    """
+    space = "CMYK" if channels == 4 else "RGB"
+    pixels, reason = _decompress_strictly(data, space)
+    if _BEFORE_PIXELS.search(reason):
+        data = tidy_jpeg(data, channels)
+        pixels, reason = _decompress_strictly(data, space)
+    if (padding := _PADDING.search(reason)) and int(padding[1]) <= _MAX_PADDING:
+        pixels = simplejpeg.decode_jpeg(data, space, strict=False)
+    if pixels is None:
+        if reason.startswith("Unsupported"):
+            raise UnsupportedMediaError(f"this kind of JPEG is not decoded here ({reason})")
+        raise MediaDecodeError(f"the JPEG is truncated or corrupt ({reason})")
+    return pixels
+
+
+def _decompress_strictly(data: bytes, space: str) -> tuple[Pixels | None, str]:
+    try:
+        return simplejpeg.decode_jpeg(data, space), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 # --- the formats that Pillow decodes -----------------------------------------------------------------
 
-_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-
 
 def _decode_png(data: bytes, header: Header) -> Pixels:
-    # Text, profiles and animation can neither fail the picture nor cost anything once they are left
-    # out; and Pillow checks no CRC of the pixel data, so it is done here.
-    kept = [data[:8]]
-    name = b""
-    for name, start, end in png_chunks(data):
-        if name not in _PIXEL_CHUNKS:
-            continue
-        if int.from_bytes(data[end : end + 4]) != zlib.crc32(memoryview(data)[start - 4 : end]):
-            raise MediaDecodeError(f"the PNG is truncated or corrupt (CRC of {name.decode()})")
-        kept.append(data[start - 8 : end + 4])
-    if name != b"IEND":
-        raise MediaDecodeError("the PNG is truncated (no IEND)")
-    return _load(PngImagePlugin.PngImageFile(io.BytesIO(b"".join(kept))))
+    png = pixel_chunks(data)
+    image = _load(PngImagePlugin.PngImageFile(io.BytesIO(png.data)))
+    pixels = pixels_of(image)
+    # Pillow takes pixel data that properly ends too early, and leaves the rest of the picture at zero.
+    zero = not np.any(image.getpixel((0, image.height - 1))) and (pixels[-1] == pixels[-1, 0]).all()
+    if (zero or png.ihdr.interlace) and not png.has_all_rows():
+        raise MediaDecodeError("the PNG is truncated (some of its rows are missing)")
+    return pixels
 
 
 def _decode_gif(data: bytes, header: Header) -> Pixels:
     frame = gif_first_frame(data, whole=True)
     width, height = frame.canvas
     screen = data[:6] + width.to_bytes(2, "little") + height.to_bytes(2, "little")
+    if data[frame.start + 9] & 0x80:
+        # The frame has a table of its own. If that is of greys, Pillow takes the global one all the same.
+        screen += bytes(3)
+    else:
+        screen += data[10 : frame.tables_end]
     control = bytearray()
     if frame.control is not None:
         # How to dispose of the frame matters to the next one only; Pillow would allocate for it.
         control += data[frame.control : frame.control + 8]
         control[3] &= 0b11100011
     image = data[frame.start : frame.end]
-    one = screen + data[10 : frame.tables_end] + bytes(control) + image + b"\x3b"
-    return _load(GifImagePlugin.GifImageFile(io.BytesIO(one)))
+    one = screen + bytes(control) + image + b"\x3b"
+    loaded = _load(GifImagePlugin.GifImageFile(io.BytesIO(one)))
+    if loaded.mode == "L" and control and control[3] & 1:
+        # Under one of the loading strategies that a host may set, Pillow forgets it for grey frames.
+        loaded.info["transparency"] = control[6]
+    return pixels_of(loaded)
+
+
+_BMP_RAW, _BMP_RLE8, _BMP_RLE4 = 0, 1, 2
+# Up to 12.2, Pillow lets one code of four bytes skip 255 rows past the end, and allocates for them.
+_MAX_RLE_WIDTH = 1 << 16
 
 
 def _decode_bmp(data: bytes, header: Header) -> Pixels:
-    return _load(BmpImagePlugin.BmpImageFile(io.BytesIO(data)))
+    image = BmpImagePlugin.BmpImageFile(io.BytesIO(data))
+    compression = image.info["compression"]
+    if compression in (_BMP_RLE8, _BMP_RLE4) and image.width > _MAX_RLE_WIDTH:
+        raise UnsupportedMediaError(f"run-length encoded BMP of more than {_MAX_RLE_WIDTH} columns")
+    pixels = pixels_of(_load(image))
+    if compression == _BMP_RAW:
+        # The fourth byte of an uncompressed pixel is no alpha unless a host tells Pillow to see one.
+        pixels = np.ascontiguousarray(pixels[:, :, :3])
+    return pixels
 
 
 def _decode_webp(data: bytes, header: Header) -> Pixels:
@@ -159,10 +201,10 @@ def _decode_webp(data: bytes, header: Header) -> Pixels:
     width, height = header.size
     pixels = np.frombuffer(frame[0], np.uint8).reshape(height, width, 4)
     opaque = "RGBX" in decoder.get_info()
-    return np.ascontiguousarray(pixels[:, :, :3]) if opaque else pixels.copy()
+    return np.array(pixels[:, :, :3] if opaque else pixels, order="C")
 
 
-def _load(image: ImageFile.ImageFile) -> Pixels:
+def _load(image: ImageFile.ImageFile) -> ImageFile.ImageFile:
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         # The host asked Pillow to fill what is missing with grey. The same loader, with that one
         # setting as it is by default:
@@ -170,7 +212,7 @@ def _load(image: ImageFile.ImageFile) -> Pixels:
         types.FunctionType(ImageFile.ImageFile.load.__code__, settings)(image)
     else:
         image.load()
-    return pixels_of(image)
+    return image
 
 
 _DECODERS = {

@@ -17,7 +17,7 @@ def over_white(pixels: Pixels) -> Pixels:
     """RGB of `pixels` [h, w, 3 or 4]; alpha is composited over opaque white in Pillow's arithmetic."""
     if pixels.shape[2] == 3:
         return pixels
-    image = Image.fromarray(pixels, "RGBA")
+    image = Image.fromarray(pixels)
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     return np.array(Image.alpha_composite(white, image).convert("RGB"))
 

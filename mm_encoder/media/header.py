@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..config import MediaLimits
 from ..contract import ImageSize
 from ..errors import MediaDecodeError, MediaTooLargeError, UnsupportedMediaError
-
-# Far more chunks or segments than any encoder writes; a file of nothing else would only burn time.
-MAX_CHUNKS = 1 << 17
-# A GIF's data comes in sub-blocks of up to 255 bytes: 256 MiB in well-filled ones.
-MAX_SUB_BLOCKS = 1 << 20
+from .containers import (
+    APP1,
+    EOI,
+    SOS,
+    START_OF_FRAME,
+    gif_first_frame,
+    jpeg_segments,
+    png_chunks,
+    riff_chunks,
+)
 
 _TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
@@ -133,29 +136,6 @@ def sniff(data: bytes) -> str:
 # --- one reader a format -----------------------------------------------------------------------------
 
 
-class Chunk(NamedTuple):
-    """A PNG or RIFF chunk: its name, and where its payload starts and ends in the file."""
-
-    name: bytes
-    start: int
-    end: int
-
-
-def png_chunks(data: bytes) -> Iterator[Chunk]:
-    """Walk a PNG's chunks up to IEND or the end of the data; a cut last chunk ends past the data."""
-    at = 8
-    for _ in range(MAX_CHUNKS):
-        if at + 8 > len(data):
-            return
-        length = int.from_bytes(data[at : at + 4])
-        chunk = Chunk(data[at + 4 : at + 8], at + 8, at + 8 + length)
-        yield chunk
-        if chunk.name == b"IEND":
-            return
-        at = chunk.end + 4
-    raise MediaDecodeError(f"a PNG of more than {MAX_CHUNKS} chunks")
-
-
 def _read_png(data: bytes) -> Header:
     if data[12:16] != b"IHDR":
         raise MediaDecodeError("the PNG does not begin with IHDR")
@@ -166,67 +146,41 @@ def _read_png(data: bytes) -> Header:
             exif = data[start:end]
         elif name == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", start):
             xmp = data[start:end]
-    return Header("PNG", ImageSize(width, height), _orientation(exif, xmp))
-
-
-_START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_STANDALONE = frozenset({0x01, *range(0xD0, 0xD9)})
+    return Header("PNG", ImageSize(width, height), orientation_of(exif, xmp))
 
 
 def _read_jpeg(data: bytes) -> Header:
     frame = exif = xmp = None
-    at = 2
-    for _ in range(MAX_CHUNKS):
-        # A marker is 0xFF and a byte that is neither a fill byte nor an escaped 0xFF of entropy data.
-        at = data.find(b"\xff", at)
-        if at < 0 or at + 2 > len(data):
+    for marker, start, end in jpeg_segments(data):
+        if marker in (SOS, EOI):
             break
-        marker = data[at + 1]
-        if marker == 0xFF:
-            at += 1
-            continue
-        at += 2
-        if marker == 0 or marker in _STANDALONE:
-            continue
-        if marker in (0xDA, 0xD9):  # the pixels, or the end, start here
-            break
-        (length,) = struct.unpack_from(">H", data, at)
-        if marker in _START_OF_FRAME and frame is None:
-            _, height, width, channels = struct.unpack_from(">BHHB", data, at + 2)
+        if marker in START_OF_FRAME and frame is None:
+            _, height, width, channels = struct.unpack_from(">BHHB", data, start)
             frame = ImageSize(width, height), channels
-        elif marker == 0xE1:
-            if exif is None and data.startswith(b"Exif\0\0", at + 2):
-                exif = data[at + 8 : at + length]
-            elif data.startswith(b"http://ns.adobe.com/xap/1.0/\0", at + 2):
-                xmp = data[at + 31 : at + length]
-        at += max(length, 2)
-    else:
-        raise MediaDecodeError(f"a JPEG of more than {MAX_CHUNKS} segments")
+        elif marker == APP1:
+            if exif is None and data.startswith(b"Exif\0\0", start):
+                exif = data[start + 6 : end]
+            elif data.startswith(b"http://ns.adobe.com/xap/1.0/\0", start):
+                xmp = data[start + 29 : end]
     if frame is None:
         raise MediaDecodeError("the JPEG ends before its frame header")
     size, channels = frame
-    return Header("JPEG", size, _orientation(exif, xmp), channels)
+    return Header("JPEG", size, orientation_of(exif, xmp), channels)
 
 
-def _riff_chunks(data: bytes) -> Iterator[Chunk]:
-    at = 12
-    for _ in range(MAX_CHUNKS):
-        if at + 8 > len(data):
-            return
-        name, length = struct.unpack_from("<4sI", data, at)
-        yield Chunk(name, at + 8, at + 8 + length)
-        at += 8 + length + (length & 1)
-    raise MediaDecodeError(f"a WebP of more than {MAX_CHUNKS} chunks")
+_WEBP_HAS_EXIF, _WEBP_HAS_XMP = 0x08, 0x04  # flags of VP8X, without which readers pass these chunks over
 
 
 def _read_webp(data: bytes) -> Header:
     size = exif = xmp = None
-    for name, start, end in _riff_chunks(data):
-        if name == b"VP8X":
-            flags = struct.unpack_from("<10B", data, start)
+    flags = 0
+    for name, start, end in riff_chunks(data):
+        # The first of these chunks is the one that decoders believe.
+        if name == b"VP8X" and size is None:
+            flags, *rest = struct.unpack_from("<10B", data, start)
             size = ImageSize(
-                1 + int.from_bytes(bytes(flags[4:7]), "little"),
-                1 + int.from_bytes(bytes(flags[7:10]), "little"),
+                1 + int.from_bytes(bytes(rest[3:6]), "little"),
+                1 + int.from_bytes(bytes(rest[6:9]), "little"),
             )
         elif name == b"VP8 " and size is None:
             if data[start + 3 : start + 6] != b"\x9d\x01\x2a":
@@ -238,58 +192,13 @@ def _read_webp(data: bytes) -> Header:
             if signature != 0x2F:
                 raise MediaDecodeError("the WebP's lossless frame does not begin with its signature")
             size = ImageSize((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
-        elif name == b"EXIF":
+        elif name == b"EXIF" and flags & _WEBP_HAS_EXIF:
             exif = data[start:end]
-        elif name == b"XMP ":
+        elif name == b"XMP " and flags & _WEBP_HAS_XMP:
             xmp = data[start:end]
     if size is None:
         raise MediaDecodeError("the WebP holds no picture")
-    return Header("WebP", size, _orientation(exif, xmp))
-
-
-class GifFrame(NamedTuple):
-    """A GIF's canvas with its first frame: where the frame's own extensions and data lie in the file."""
-
-    canvas: ImageSize
-    tables_end: int  # end of the header and the global colour table
-    control: int | None  # start of the frame's graphic control extension
-    start: int  # start of its image descriptor
-    end: int  # end of its image data
-
-
-def gif_first_frame(data: bytes, *, whole: bool) -> GifFrame:
-    """Find the first frame; with `whole`, its image data must be complete."""
-    width, height, flags = struct.unpack_from("<HHB", data, 6)
-    at = tables_end = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-    control = None
-    for _ in range(MAX_CHUNKS):
-        block = data[at]
-        if block == 0x21:  # an extension; the last graphic control before the frame is the frame's
-            if data[at + 1] == 0xF9 and data[at + 2] == 4:
-                control = at
-            at = _skip_sub_blocks(data, at + 2)
-        elif block == 0x2C:
-            left, top, wide, high, local = struct.unpack_from("<HHHHB", data, at + 1)
-            # A frame that reaches over the canvas widens it, as in Pillow.
-            canvas = ImageSize(max(width, left + wide), max(height, top + high))
-            end = at + 10 + (3 << (local & 7) + 1 if local & 0x80 else 0) + 1
-            if whole:
-                end = _skip_sub_blocks(data, end)
-            return GifFrame(canvas, tables_end, control, at, end)
-        elif block == 0x3B:
-            raise MediaDecodeError("the GIF holds no frame")
-        else:
-            at += 1  # stray bytes between blocks are passed over, as readers do
-    raise MediaDecodeError(f"a GIF of more than {MAX_CHUNKS} blocks before its first frame")
-
-
-def _skip_sub_blocks(data: bytes, at: int) -> int:
-    for _ in range(MAX_SUB_BLOCKS):
-        length = data[at]
-        at += 1 + length
-        if length == 0:
-            return at
-    raise MediaDecodeError(f"a GIF of more than {MAX_SUB_BLOCKS} sub-blocks in one block")
+    return Header("WebP", size, orientation_of(exif, xmp))
 
 
 def _read_gif(data: bytes) -> Header:
@@ -319,7 +228,7 @@ _ORIENTATION_TAG = 0x0112
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=[\"']|>)([0-9])")
 
 
-def _orientation(exif: bytes | None, xmp: bytes | None) -> int:
+def orientation_of(exif: bytes | None, xmp: bytes | None) -> int:
     """EXIF's orientation, else XMP's, else 1; anything but 1 to 8 counts as 1, like in viewers."""
     value = _exif_orientation(exif) if exif else None
     if value is None and xmp and (match := _XMP_ORIENTATION.search(xmp)):

@@ -15,9 +15,9 @@ from PIL import Image
 
 from ..config import ImageOptions, MediaLimits
 from ..contract import ImageSize
-from ..errors import MediaDecodeError, UnsupportedMediaError
+from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from .decode import Pixels, apply_orientation, decode, pixels_of
-from .header import check_pixels, check_source_bytes, read_header
+from .header import check_pixels, check_source_bytes, orientation_of, read_header
 
 ImageInput: TypeAlias = "bytes | bytearray | memoryview | str | Path | np.ndarray | Image.Image"
 """Encoded bytes, a base64 data URL, a path, an array [h, w], [h, w, 1|3|4], or a Pillow image."""
@@ -81,7 +81,8 @@ class Source:
 def open_source(image: ImageInput, limits: MediaLimits, options: ImageOptions | None = None) -> Source:
     """Take a snapshot of `image` and read its size; nothing is decoded yet.
 
-    A `str` is a data URL and never a path: text from a request must not reach the file system.
+    A `str` is a data URL and never a path: text from a request must not reach the file system. A Pillow
+    image is loaded here, by the host's Pillow and under its settings.
     Raises MediaError for bad media, TypeError for something that is no image at all.
     """
     options = options or ImageOptions()
@@ -107,8 +108,8 @@ def _read_file(path: Path, limits: MediaLimits) -> bytes:
     try:
         with path.open("rb") as file:
             data = file.read(limits.max_bytes + 1)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = getattr(error, "strerror", None) or str(error)
         raise MediaDecodeError(f"cannot read {path.name}: {reason}") from error
     check_source_bytes(len(data), limits)
     return data
@@ -128,8 +129,8 @@ def read_data_url(url: str, limits: MediaLimits) -> bytes:
         raise MediaDecodeError("the data URL has no comma before its data")
     if ";" not in header or header.rpartition(";")[2].strip().lower() != "base64":
         raise MediaDecodeError("the data URL is not base64 (';base64' is missing before the comma)")
-    check_source_bytes(len(payload) * 3 // 4, limits)
     text = "".join(payload.split()).replace("-", "+").replace("_", "/").rstrip("=")
+    check_source_bytes(len(text) * 3 // 4, limits)
     if not text:
         raise MediaDecodeError("the data URL is empty")
     try:
@@ -140,25 +141,42 @@ def read_data_url(url: str, limits: MediaLimits) -> bytes:
 
 def _open_pixels(image: np.ndarray | Image.Image, limits: MediaLimits, options: ImageOptions) -> Source:
     if isinstance(image, np.ndarray):
-        mode = f"array {image.dtype.name}"
-        size = _array_size(image)
-        check_pixels(size, limits, "the array")
-        pixels = _array_pixels(image)
+        array = np.asarray(image)  # subclasses index in ways of their own
+        mode = f"array {array.dtype.name}"
+        check_pixels(_array_size(array), limits, "the array")
+        pixels = _array_pixels(array)
     else:
         mode = image.mode
         check_pixels(ImageSize(*image.size), limits, "the Pillow image")
         with _PILLOW_LOCK:
-            try:
-                orientation = image.getexif().get(0x0112, 1)
-                pixels = pixels_of(image)
-            except (OSError, SyntaxError, ValueError) as error:
-                if isinstance(error, UnsupportedMediaError):
-                    raise
-                raise MediaDecodeError("the Pillow image cannot be loaded") from error
-        if options.exif_orientation and orientation in range(2, 9):
+            pixels, orientation = _take_pillow(image)
+        if options.exif_orientation:
             pixels = apply_orientation(pixels, orientation)
     height, width = pixels.shape[:2]
     return Source(ImageSize(width, height), options, pixels=pixels, mode=mode)
+
+
+def _take_pillow(image: Image.Image) -> tuple[Pixels, int]:
+    """A copy of its pixels, and how they are to be turned."""
+    try:
+        image.load()  # first, since loading a TIFF turns it and takes the orientation away
+        pixels = pixels_of(image)
+    except (MediaError, MemoryError):
+        raise
+    except Exception as error:  # Pillow raises whatever its parsers stumble over
+        raise MediaDecodeError("the Pillow image cannot be loaded") from error
+    return pixels, _orientation_of_pillow(image)
+
+
+def _orientation_of_pillow(image: Image.Image) -> int:
+    exif, xmp = image.info.get("exif"), image.info.get("xmp")
+    if isinstance(exif, bytes):  # read as in encoded bytes: Pillow warns of what is broken in it
+        return orientation_of(exif, xmp if isinstance(xmp, bytes) else None)
+    try:
+        orientation = image.getexif().get(0x0112, 1)
+    except Exception:  # broken metadata does not make a good picture bad
+        return 1
+    return orientation if orientation in range(1, 9) else 1
 
 
 def _array_size(array: np.ndarray) -> ImageSize:
@@ -176,7 +194,7 @@ def _array_pixels(array: np.ndarray) -> Pixels:
         if not np.isfinite(array).all():
             raise MediaDecodeError("the array holds values that are not finite")
         array = np.rint(np.clip(array, 0.0, 1.0) * 255.0)
-    elif array.dtype == np.uint16:
+    elif array.dtype.newbyteorder("=") == np.uint16:
         array = array >> 8
     elif array.dtype != np.uint8:
         raise UnsupportedMediaError(

@@ -1,0 +1,110 @@
+"""A PNG cut down to the chunks that carry its pixels, and held to what Pillow lets pass."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import MediaDecodeError, UnsupportedMediaError
+from .containers import png_chunks
+
+_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
+_GREY, _RGB, _PALETTE = 0, 2, 3
+# Adam7's passes: first column, first row, and the steps between columns and rows.
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+_ONE_PASS = ((0, 0, 1, 1),)
+
+
+class Ihdr(NamedTuple):
+    """The image header chunk."""
+
+    width: int
+    height: int
+    depth: int
+    colour: int
+    compression: int
+    filtering: int
+    interlace: int
+
+
+@dataclass(frozen=True, slots=True)
+class PixelChunks:
+    """A PNG of pixel chunks only: the file, its header, and the pieces of its compressed pixel data."""
+
+    data: bytes
+    ihdr: Ihdr
+    packed: list[memoryview]
+
+    def has_all_rows(self) -> bool:
+        """Whether the pixel data inflates to as many bytes as the picture has; inflates no more."""
+        width, height, depth, colour, _, _, interlace = self.ihdr
+        bits, missing = depth * _CHANNELS[colour], 0
+        for left, top, across, down in _ADAM7 if interlace else _ONE_PASS:
+            columns, rows = -((left - width) // across), -((top - height) // down)
+            if columns > 0 and rows > 0:
+                missing += rows * (1 + -(-columns * bits // 8))  # a row begins with its filter's number
+        inflate = zlib.decompressobj()
+        piece: bytes | memoryview
+        for piece in self.packed:
+            while missing > 0 and not inflate.eof and (part := inflate.decompress(piece, 1 << 16)):
+                missing -= len(part)
+                piece = inflate.unconsumed_tail
+        return missing <= 0
+
+
+def pixel_chunks(data: bytes) -> PixelChunks:
+    """Leave out text, profiles and animation: what they hold can then neither fail the picture nor cost
+    anything. Raises MediaDecodeError or UnsupportedMediaError.
+    """
+    kept, packed = [data[:8]], []
+    ihdr, palette, name = None, b"", b""
+    for name, start, end in png_chunks(data):
+        # Pillow checks no CRC of pixel data. The others count too: a damaged name may hide a pixel chunk.
+        crc = zlib.crc32(memoryview(data)[start - 4 : end])
+        if len(data) < end + 4 or crc != int.from_bytes(data[end : end + 4]):
+            raise MediaDecodeError("the PNG is truncated or corrupt (CRC of a chunk)")
+        if not name.isalpha():
+            raise MediaDecodeError("the PNG is corrupt (a chunk whose name is no letters)")
+        if name not in _PIXEL_CHUNKS:
+            if name[:1].isupper():  # there is no picture without it
+                raise UnsupportedMediaError("PNG with a critical chunk that the standard does not know")
+            continue
+        if name == b"IHDR":
+            if ihdr is not None:
+                raise MediaDecodeError("the PNG has a second IHDR")  # of another size than was checked
+            ihdr = Ihdr(*struct.unpack(">IIBBBBB", data[start:end]))
+        elif name == b"PLTE":
+            palette = data[start:end]
+        elif name == b"IDAT":
+            packed.append(memoryview(data)[start:end])
+        elif name == b"tRNS" and ihdr is not None:
+            kept.append(_chunk(name, _eight_bit_key(data[start:end], ihdr)))
+            continue
+        kept.append(data[start - 8 : end + 4])
+    if name != b"IEND" or ihdr is None:
+        raise MediaDecodeError("the PNG is truncated (no IEND)")
+    if ihdr.colour == _PALETTE and not palette:
+        raise MediaDecodeError("the PNG has no palette")
+    return PixelChunks(b"".join(kept), ihdr, packed)
+
+
+def _chunk(name: bytes, payload: bytes) -> bytes:
+    return len(payload).to_bytes(4) + name + payload + zlib.crc32(name + payload).to_bytes(4)
+
+
+def _eight_bit_key(payload: bytes, ihdr: Ihdr) -> bytes:
+    """tRNS with a colour key in the samples that Pillow compares it with: scaled up from fewer bits, the
+    high byte of sixteen-bit colour. (Sixteen-bit grey is compared as it is.)
+    """
+    if ihdr.colour not in (_GREY, _RGB):
+        return payload
+    key = struct.unpack_from(f">{_CHANNELS[ihdr.colour]}H", payload)
+    top = 2**ihdr.depth - 1
+    if ihdr.depth <= 8:
+        key = tuple((v & top) * 255 // top for v in key)
+    elif ihdr.colour == _RGB:
+        key = tuple(v >> 8 for v in key)
+    return struct.pack(f">{len(key)}H", *key)
