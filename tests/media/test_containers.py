@@ -228,6 +228,13 @@ def test_tidying_leaves_a_tidy_file_as_it_is() -> None:
         assert tidy_jpeg(data, channels) == data
 
 
+def test_segments_too_short_to_be_believed_are_left_as_they_are() -> None:
+    short = segment(0xE0, b"JFIF\0") + segment(0xEE, b"Adobe\0\x64\0\0\0\0")
+    data = inserted(untidy("stray bytes", JPEG), short)
+    assert short in tidy_jpeg(data, 3)
+    assert same_pixels(decoded(data), decoded(JPEG))
+
+
 def test_an_unknown_transform_of_four_inks_is_taken_as_ycck() -> None:
     cmyk = saved(noise(16, 16, "CMYK"), "JPEG")
     ycck = patched(cmyk, 0xEE, 11, b"\x02")

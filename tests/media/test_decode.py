@@ -743,6 +743,8 @@ HOSTS: dict[str, list[Setting]] = {
 SENSITIVE = {
     **GOOD,
     "grey GIF": gif_file(np.arange(64).reshape(8, 8), before=gif_control(1, 9)),
+    "GIF to dispose of": gif_file(np.arange(64).reshape(8, 8), before=gif_control(3 << 2 | 1, 9)),
+    "GIF over its canvas": gif_file(np.arange(64).reshape(8, 8), screen=(2, 2)),
     "RGBA BMP": saved(noise(5, 4, "RGBA"), "BMP"),
     "PNG with a cut key": png_file(np.zeros((2, 2, 1)), before=png_chunk(b"tRNS", b"\0")),
     "PNG with a cut header": b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", struct.pack(">IIB", 2, 2, 8)),

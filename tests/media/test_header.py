@@ -32,8 +32,10 @@ from ..helpers import (
     png_chunk,
     riff,
     rows,
+    same_pixels,
     saved,
     segment,
+    shown_by_pillow,
 )
 
 # --- kinds -------------------------------------------------------------------------------------------
@@ -280,6 +282,15 @@ def test_xmp_is_read_where_exif_has_none(text: str) -> None:
     assert orientation_of(exif(6), xmp) == 6
 
 
+def test_of_two_exif_blocks_the_first_counts() -> None:
+    blocks = [exif(6), exif(3)]
+    jpeg = inserted(smallest("JPEG"), b"".join(segment(0xE1, b"Exif\0\0" + block) for block in blocks))
+    png = smallest("PNG")
+    png = png[:33] + b"".join(png_chunk(b"eXIf", block) for block in blocks) + png[33:]
+    assert read_header(jpeg, LIMITS).orientation == read_header(png, LIMITS).orientation == 6
+    assert same_pixels(decoded(jpeg), shown_by_pillow(jpeg))
+
+
 def test_a_webp_must_announce_its_metadata() -> None:
     frame = saved(noise(9, 7), "WEBP")[20:]
     size = b"\x08\0\0\x06\0\0"
@@ -287,6 +298,14 @@ def test_a_webp_must_announce_its_metadata() -> None:
         data = riff((b"VP8X", bytes([flags, 0, 0, 0]) + size), (b"VP8 ", frame), (b"EXIF", exif(6)))
         assert read_header(data, LIMITS).orientation == orientation
         assert decoded(data).shape == ((9, 7, 3) if orientation == 6 else (7, 9, 3))
+
+
+def test_a_webps_scaling_bits_are_none_of_its_size() -> None:
+    data = saved(noise(9, 7), "WEBP")
+    scaled = data[:27] + bytes([data[27] | 0xC0]) + data[28:29] + bytes([data[29] | 0x40]) + data[30:]
+    assert scaled != data
+    assert read_header(scaled, LIMITS).size == (9, 7)
+    assert same_pixels(decoded(scaled), decoded(data))
 
 
 def test_metadata_behind_a_webps_end_is_none_of_its_own() -> None:

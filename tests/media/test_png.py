@@ -58,7 +58,23 @@ def test_pixel_data_in_any_pieces_is_counted_to_its_end(size: int) -> None:
 
 def test_counting_inflates_no_more_than_a_picture_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = png_file(np.zeros((2, 2, 3)), rows=bytes(50_000_000))
-    inflated = 0
+    inflated = count_inflated(monkeypatch)
+    assert not decoded(bomb).any()
+    assert 0 < sum(inflated) <= 1 << 16
+
+
+def test_pieces_behind_the_end_of_the_pixel_data_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.zeros((300, 300, 3), np.uint8)
+    short = png_file(pixels, rows=png_rows(pixels, 8)[:-901], after=png_chunk(b"IDAT", b"more") * 1000)
+    inflated = count_inflated(monkeypatch)
+    with pytest.raises(MediaDecodeError, match="rows"):
+        decoded(short)
+    assert len(inflated) < 20
+
+
+def count_inflated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How much each call from now on inflates."""
+    inflated: list[int] = []
     decompressobj = zlib.decompressobj
 
     class Counting:
@@ -66,17 +82,15 @@ def test_counting_inflates_no_more_than_a_picture_holds(monkeypatch: pytest.Monk
             self.inner = decompressobj()
 
         def decompress(self, data: bytes, most: int) -> bytes:
-            nonlocal inflated
             part = self.inner.decompress(data, most)
-            inflated += len(part)
+            inflated.append(len(part))
             return part
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
     monkeypatch.setattr(zlib, "decompressobj", Counting)
-    assert not decoded(bomb).any()
-    assert 0 < inflated <= 1 << 16
+    return inflated
 
 
 @pytest.mark.parametrize("interlace", [False, True])
@@ -169,6 +183,15 @@ def test_a_second_header_may_not_stand_in_for_the_one_that_was_checked() -> None
 def test_pillow_alone_would_take_the_second_headers_size() -> None:
     image = Image.open(io.BytesIO(png_file(samples(9, 7), before=ihdr(300, 200))))
     assert image.size == (300, 200)
+
+
+def test_a_png_ends_with_its_end_chunk() -> None:
+    whole = png_file(samples(9, 7))
+    with pytest.raises(MediaDecodeError, match="no IEND"):
+        decoded(whole[:-12])
+    with pytest.raises(MediaDecodeError, match="CRC"):
+        decoded(whole[:-1])
+    assert same_pixels(decoded(whole + b"anything"), decoded(whole))
 
 
 @pytest.mark.parametrize("palette", [b"", png_chunk(b"PLTE"), png_chunk(b"tRNS", b"\0\1\2")])

@@ -275,6 +275,11 @@ def test_empty_and_huge_arrays_are_refused_before_they_are_copied() -> None:
         open_source(np.broadcast_to(np.float64(0), (60_000, 50_000, 3)), LIMITS)
 
 
+class Unindexed(np.ndarray[Any, Any]):
+    def __getitem__(self, item: Any) -> Any:
+        raise AssertionError("a subclass may index in ways of its own")
+
+
 def odd_arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     base = np.random.default_rng(1).integers(0, 256, (12, 10, 3), np.uint8)
     base.tofile(path)
@@ -297,7 +302,7 @@ def odd_arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
         "unaligned": unaligned.reshape(base.shape),
         "floats from the back": (base[::-1, ::-2] / 255).astype(np.float32),
         "masked": np.ma.masked_array(base, mask=base > 9),
-        "of a subclass": base.view(np.recarray),
+        "of a subclass": base[..., 0].copy().view(Unindexed),
     }
 
 
