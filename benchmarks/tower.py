@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mm_encoder.families.glm53 import GlmTower, VisionConfig
-from mm_encoder.families.layers import assign, look_up, repeat_frame, shapes_of
+from mm_encoder.families.glm53 import NAMES, GlmTower, VisionConfig
+from mm_encoder.families.layers import look_up, repeat_frame
+from mm_encoder.families.trunk import assign, rename
 
 from .samples import version
 from .timing import medians, ratio, table
@@ -26,15 +27,15 @@ def main() -> None:
     tower = GlmTower(VisionConfig.read({"vision_config": RELEASED}), table_)
     generator = torch.Generator().manual_seed(0)
     weights = {
-        name: torch.empty(shape).normal_(0, 0.02, generator=generator) + (len(shape) == 1)
-        for name, shape in shapes_of(tower).items()
+        name: torch.empty(like.shape).normal_(0, 0.02, generator=generator) + (like.ndim == 1)
+        for name, like in tower.state_dict().items()
     }
     assign(tower, weights)
     with torch.device("meta"):
         reference = Glm5NextVisionModel(Glm5NextVisionConfig(**RELEASED))
-    reference.load_state_dict(weights, assign=True)
+    reference.load_state_dict({rename(k, NAMES): v for k, v in weights.items()}, assign=True)
     reference.eval()
-    half = VisionConfig.read({"vision_config": RELEASED}).head_dim // 2
+    half = tower.trunk.blocks[0].attn.head_dim // 2
     steps = torch.arange(0, half, 2, dtype=torch.float32) / half
     reference.rotary_pos_emb.inv_freq = 1.0 / (10000.0**steps)  # a buffer that the state does not hold
 

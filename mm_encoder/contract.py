@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,6 +43,21 @@ class Plan:
         )
         if not fits or min(*self.content, *self.grid_thw, self.rows) < 1:
             raise ValueError(f"impossible plan: {self}")
+
+    @classmethod
+    def on_canvas(
+        cls,
+        source: ImageSize,
+        content: ImageSize,
+        canvas: ImageSize,
+        *,
+        patch: int,
+        rows: Callable[[int, int], int],
+        offset: tuple[int, int] = (0, 0),
+    ) -> Plan:
+        """A still image's plan; `rows` counts the rows of a patch grid (h, w)."""
+        h, w = canvas.height // patch, canvas.width // patch
+        return cls(source, content, canvas, offset, (1, h, w), rows(h, w))
 
     @property
     def patch_count(self) -> int:

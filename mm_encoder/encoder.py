@@ -23,7 +23,7 @@ from .engine.scheduler import Scheduler
 from .errors import MediaError, MMEncoderError, PlanMismatchError
 from .families.family import Family
 from .families.registry import load_family
-from .media.source import ImageInput, is_image, open_source
+from .media.source import ImageInput, is_image
 from .runtime import usable_cpus
 
 logger = logging.getLogger("mm_encoder")
@@ -165,7 +165,7 @@ class Encoder:
         queued job frees its slot; a running one finishes. Raises EncoderClosedError.
         """
         try:
-            source = open_source(image, self._limits, image_options)
+            source = self._family.open(image, self._limits, image_options)
             plan = self._family.plan(source.size)
             if expected_tokens is not None and expected_tokens != plan.rows:
                 raise PlanMismatchError(
@@ -188,9 +188,9 @@ class Encoder:
             assert source is not None
             job.mm_hash = source.mm_hash(model)
             job.stage_done("hash")
-            pixels = source.decode(limits)
+            picture = source.decode(limits)
             job.stage_done("decode")
-            job.patches = family.patches(pixels, job.plan)
+            job.patches = family.patches(picture, job.plan)
             job.stage_done("patches")
 
         return prepare

@@ -9,7 +9,7 @@ import torch
 from .config import ImageOptions, MediaLimits, require_int
 from .contract import ImageSize, MediaPlan, Plan
 from .families.registry import load_family
-from .media.source import ImageInput, open_source
+from .media.source import ImageInput
 
 
 class MediaPlanner:
@@ -35,7 +35,8 @@ class MediaPlanner:
         """
         if isinstance(image, tuple):
             return self._public(self._family.plan(_size(image)))
-        return self._public(self._family.plan(open_source(image, self._limits, image_options).size))
+        source = self._family.open(image, self._limits, image_options)
+        return self._public(self._family.plan(source.size))
 
     def prepare_inputs(
         self,
@@ -47,7 +48,7 @@ class MediaPlanner:
         """The plan, and what the reference's own processor gives for the image: `pixel_values` of
         `dtype`, in its values, shape and patch order, and `grid_thws`, int64 [1, 3]. Raises MediaError.
         """
-        source = open_source(image, self._limits, image_options)
+        source = self._family.open(image, self._limits, image_options)
         plan = self._family.plan(source.size)
         patches = self._family.patches(source.decode(self._limits), plan)
         return self._public(plan), {

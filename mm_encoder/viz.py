@@ -53,7 +53,7 @@ def draw(
     panels = []
     limits = MediaLimits()
     for name, path, (rows, metadata) in items[:LIMIT]:
-        photo = Image.fromarray(over_white(open_source(path, limits).decode(limits)))
+        photo = Image.fromarray(over_white(open_source(path, limits).decode(limits).pixels))
         photo.thumbnail((1024, 1024))  # as decoded, two dozen could take gigabytes
         plan = family.plan(ImageSize(*metadata.original_size))
         colours = principal_colours(rows, family.token_map(plan))

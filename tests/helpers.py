@@ -14,7 +14,8 @@ from PIL import Image, ImageOps
 
 from mm_encoder.config import MediaLimits
 from mm_encoder.errors import MediaDecodeError, MediaTooLargeError, UnsupportedMediaError
-from mm_encoder.media.decode import Pixels, decode
+from mm_encoder.media.decode import decode
+from mm_encoder.media.picture import Pixels
 
 ABUSE = Path(__file__).parent / "abuse"
 LIMITS = MediaLimits()
@@ -44,7 +45,7 @@ def case(name: str) -> bytes:
 
 
 def decoded(data: bytes, *, exif_orientation: bool = True) -> Pixels:
-    return decode(data, LIMITS, exif_orientation=exif_orientation)
+    return decode(data, LIMITS, exif_orientation=exif_orientation).pixels
 
 
 def shown_by_pillow(data: bytes, channels: int = 3) -> Pixels:

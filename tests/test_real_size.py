@@ -1,10 +1,12 @@
-"""The released size: 24 layers, 1024 wide, 4096 out; random weights. The one heavy test (about 3 GB)."""
+"""The released sizes with random weights: the heavy tests (up to about 3 GB each)."""
 
 from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,37 +15,106 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from mm_encoder import Encoder
-from mm_encoder.families.glm53 import GlmTower, VisionConfig
-from mm_encoder.families.layers import shapes_of
+from mm_encoder.families.registry import load_family
+from mm_encoder.families.weights import Checkpoint
 
-RELEASED = {"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096}
-RELEASED |= {"out_hidden_size": 4096, "projection_intermediate_size": 10240}
+from .conftest import GOLDEN
+
+GLM = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "num_heads": 16,
+    "intermediate_size": 4096,
+    "out_hidden_size": 4096,
+    "projection_intermediate_size": 10240,
+    "swiglu_limit": 10.0,
+}
+KIMI = {
+    "vt_hidden_size": 1024,
+    "vt_num_hidden_layers": 27,
+    "vt_num_attention_heads": 12,
+    "vt_intermediate_size": 4096,
+    "qkv_hidden_size": 1536,
+    "init_pos_emb_height": 64,
+    "init_pos_emb_width": 64,
+    "mm_hidden_size": 1024,
+}
+DEEPSEEK = {
+    "num_hidden_layers": 32,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "intermediate_size": 2816,
+    "max_image_tokens": 1024,
+    "min_pixels": 295936,
+}
+# (family, vision_config, text width, tensors, patch grid of a 640x480 photo, rows and their width)
+RELEASED = [
+    ("glm53", GLM, 4096, 347, (1, 36, 46), (414, 4096)),
+    ("kimi_k3", KIMI, 7168, 168, (1, 36, 46), (414, 7168)),
+    ("deepseek41", DEEPSEEK, 5120, 266, (1, 35, 46), (206, 5120)),
+]
 
 
-@pytest.fixture
-def released_checkpoint(tmp_path: Path) -> Path:
-    config = {"model_type": "glm5_next", "vision_config": RELEASED}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {}}))
-    shapes = shapes_of(GlmTower(VisionConfig.read(config), torch.zeros(3, 256)))
-    assert len(shapes) == 347
+class Asked(Exception):
+    """What a tower asks of its checkpoint, taken at the point where it asks."""
+
+    def __init__(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.wanted = wanted
+
+
+def released_checkpoint(folder: Path, name: str, vision: dict[str, Any], width: int, count: int) -> None:
+    """The fixture's config files with the released numbers, and random weights in bfloat16."""
+    config = json.loads((GOLDEN / name / "checkpoint" / "config.json").read_text())
+    config["vision_config"] |= vision
+    config["text_config"]["hidden_size"] = width
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in (GOLDEN / name / "checkpoint").glob("*processor_config.json"):
+        settings = json.loads(file.read_text())
+        settings.get("image_processor", {}).pop("max_image_tokens", None)
+        settings.get("media_proc_cfg", {}).pop("in_patch_limit", None)
+        (folder / file.name).write_text(json.dumps(settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "files", {"model.visual.": "", "vision.": "", "vision_tower.": ""})
+        patch.setattr(Checkpoint, "shape", lambda *_: None)
+        patch.setattr(Checkpoint, "only_prefix", lambda *_: "model.visual.")
+
+        def ask(_: Checkpoint, wanted: Mapping[str, torch.Tensor], *__: Any) -> None:
+            raise Asked(wanted)
+
+        patch.setattr(Checkpoint, "load", ask)
+        with pytest.raises(Asked) as asked:
+            load_family(folder)[1].build_tower(torch.device("cpu"), torch.bfloat16)
+    assert len(asked.value.wanted) == count
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, shape in shapes.items():
-        scale = 0.02 if len(shape) > 1 else 0.1
-        value = torch.empty(shape, dtype=torch.bfloat16).normal_(0, scale, generator=generator)
-        tensors[f"model.visual.{name}"] = value + 1 if "norm" in name and "weight" in name else value
-    save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path
+    for tensor, like in asked.value.wanted.items():
+        value = torch.empty(like.shape, dtype=torch.bfloat16)
+        value.normal_(0, 0.02 if like.ndim > 1 else 0.1, generator=generator)
+        tensors[tensor] = value + 1 if "norm" in tensor and tensor.endswith("weight") else value
+    save_file(tensors, folder / "model.safetensors")
 
 
-def test_the_released_size_encodes_a_photo(released_checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "vision", "width", "count", "grid", "shape"), RELEASED, ids=[row[0] for row in RELEASED]
+)
+def test_the_released_size_encodes_a_photo(
+    tmp_path: Path,
+    name: str,
+    vision: dict[str, Any],
+    width: int,
+    count: int,
+    grid: tuple[int, int, int],
+    shape: tuple[int, int],
+) -> None:
+    released_checkpoint(tmp_path, name, vision, width, count)
     pixels = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).resize((640, 480), Image.Resampling.BICUBIC).save(buffer, "JPEG")
-    with Encoder(released_checkpoint, device="cpu", dtype=torch.bfloat16) as encoder:
+    with Encoder(tmp_path, device="cpu", dtype=torch.bfloat16) as encoder:
         rows, metadata = encoder.generate(buffer.getvalue())[0]
-    assert metadata.grid_thws == ((1, 36, 46),)
-    assert rows.shape == (36 * 46 // 4, 4096)
+    (tmp_path / "model.safetensors").unlink()
+    assert metadata.grid_thws == (grid,)
+    assert rows.shape == shape
     assert rows.isfinite().all()
     assert rows.float().std() > 0

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
 
+from ..config import ImageOptions, MediaLimits
 from ..contract import ImageSize, Patches, Plan
-from ..errors import CheckpointError
-from ..media.decode import Pixels
+from ..errors import CheckpointError, UnsupportedMediaError
+from ..media.picture import Picture
+from ..media.source import ImageInput, Source, open_source
+from .layers import Grid, look_up
 from .weights import Checkpoint
-
-Grid: TypeAlias = tuple[int, int, int]
-"""A patch grid (t, h, w), before merging."""
 
 T = TypeVar("T")
 
@@ -38,15 +39,41 @@ class Family(ABC):
     Immutable once made, and made from config files alone: no weights, no device.
     """
 
+    table: torch.Tensor
+    """float32 [channels, 256]: the reference's value of every byte, in its own arithmetic."""
+
+    merge: int = 1
+    """Patches on a side of what becomes one row."""
+
     name: ClassVar[str]
     """What `family=` takes."""
     checkpoints: ClassVar[tuple[str, ...]]
     """Released checkpoints that it fits, by their published names."""
 
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    """Either names the family in config.json."""
+    kin: ClassVar[str]
+    """What the model types of its relatives begin with, for which it must not be taken."""
+
     @classmethod
-    @abstractmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family."""
+        return cls.named(config) and cls.resembles(config) is None
+
+    @classmethod
+    def resembles(cls, config: Mapping[str, Any]) -> str | None:
+        """Why a config that looks like this family is not of it; None if it is, or does not."""
+        kind = config.get("model_type")
+        if not cls.named(config) and str(kind).startswith(cls.kin):
+            return f"model_type {kind!r} is another model's"
+        return None
+
+    @classmethod
+    def named(cls, config: Mapping[str, Any]) -> bool:
+        """Whether the top level of a config.json has the family's name."""
+        named = config.get("model_type") == cls.model_type
+        return named or config.get("architectures") == [cls.architecture]
 
     @abstractmethod
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -63,21 +90,32 @@ class Family(ABC):
         identity = {"family": self.name, **self.preprocessing}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
+    def open(self, image: ImageInput, limits: MediaLimits, options: ImageOptions | None) -> Source:
+        """`open_source`; what is no still image is refused in the family's name."""
+        try:
+            return open_source(image, limits, options)
+        except UnsupportedMediaError as error:
+            raise UnsupportedMediaError(f"{self.name} takes still images: {error}") from None
+
     @abstractmethod
     def plan(self, size: ImageSize) -> Plan:
         """The plan of an image of `size` as shown. Cheap, exact, deterministic."""
 
     @abstractmethod
-    def patches(self, pixels: Pixels, plan: Plan) -> Patches:
-        """Preprocess decoded pixels [h, w, 3 or 4] by their plan."""
+    def patches(self, picture: Picture, plan: Plan) -> Patches:
+        """Preprocess a decoded picture by its plan."""
 
-    @abstractmethod
     def pixel_values(self, patches: Patches, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that the reference's processor gives for these patches: values, shape and order."""
+        """The tensor that the reference's processor gives for these patches: values, shape and order.
+        By default [patches, channels, patch, patch].
+        """
+        values = look_up(patches.data, self.table)
+        side = math.isqrt(values.shape[-1])
+        return values.unflatten(-1, (side, side)).to(dtype)
 
-    @abstractmethod
     def token_map(self, plan: Plan) -> np.ndarray:
         """Row numbers [token rows, token columns]: which embedding row stands where in the picture."""
+        return np.arange(plan.rows).reshape(plan.grid_thw[1] // self.merge, -1)
 
     @abstractmethod
     def build_tower(self, device: torch.device, dtype: torch.dtype) -> Tower:
@@ -112,13 +150,39 @@ def _checked(value: Any, like: Any, where: str, name: str) -> Any:
         value = float(value)
     if type(value) is not type(like):
         raise CheckpointError(f"{where}.{name} must be {type(like).__name__}, got {value!r}")
-    if type(like) in (int, float) and not 0 < value < float("inf"):
+    if type(like) in (int, float) and not 0 < value < float("inf") and value != like:
         raise CheckpointError(f"{where}.{name} must be positive and finite, got {value!r}")
     return value
 
 
-def require(config: Mapping[str, Any], name: str, wanted: Any, where: str) -> None:
-    """Raise CheckpointError unless `config[name]` is absent or equals `wanted`, the only value built."""
-    value = config.get(name, wanted)
-    if value != wanted:
-        raise CheckpointError(f"{where}.{name} is {value!r}, only {wanted!r} is supported")
+def section(config: Mapping[str, Any], name: str, where: str = "config.json") -> Mapping[str, Any]:
+    """An object inside another. Raises CheckpointError when it is missing or no object."""
+    value = config.get(name)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} must have a {name} object, got {value!r}")
+    return value
+
+
+def require(config: Mapping[str, Any], where: str, **built: Any) -> None:
+    """Raise CheckpointError unless each of the keys is absent or holds what is built: a value, or one of a
+    tuple of values.
+    """
+    for name, allowed in built.items():
+        allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+        value = config.get(name)
+        if value is not None and value not in allowed:
+            supported = " or ".join(map(repr, allowed)) or "null"
+            raise CheckpointError(f"{where}.{name} is {value!r}, only {supported} is supported")
+
+
+def check_heads(width: int, heads: int, names: str) -> None:
+    """Raise CheckpointError unless an attention head divides into quarters, as its rotation does."""
+    if width % heads or width // heads % 4:
+        raise CheckpointError(f"{names} must be a multiple of 4, got {width} / {heads}")
+
+
+def check_agreement(**pairs: tuple[int, int]) -> None:
+    """Raise CheckpointError unless what the processor's file and the tower's config say is the same."""
+    for name, (processor, tower) in pairs.items():
+        if processor != tower:
+            raise CheckpointError(f"the processor's {name} is {processor}, the tower's {tower}")

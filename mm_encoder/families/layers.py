@@ -9,10 +9,17 @@ which belong to the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+Grid: TypeAlias = tuple[int, int, int]
+"""A patch grid (t, h, w), before merging."""
+
+Rotation: TypeAlias = tuple[Tensor, Tensor]
+"""cos and sin, float32 [tokens, 1, head_dim/2]."""
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -76,6 +83,82 @@ class ClampedSwiGLU(nn.Module):
         return self.down_proj(gate.mul_(up))
 
 
+class PackedSwiGLU(nn.Module):
+    """down(silu(gate) * up), where one matrix holds the gate's rows and then up's; no biases."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = Linear(2 * inner, width, bias=False)
+        self.down = Linear(width, inner, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))), the GELU exact or in its tanh approximation."""
+
+    def __init__(self, width: int, inner: int, *, out: int = 0, bias: bool, tanh: bool = False) -> None:
+        super().__init__()
+        self.up = Linear(inner, width, bias=bias)
+        self.down = Linear(out or width, inner, bias=bias)
+        self.approximate = "tanh" if tanh else "none"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class Attention(nn.Module):
+    """Bidirectional multi-head self-attention over packed segments, with rotated queries and keys.
+
+    `qkv` holds the rows of q, k and v, each head-major. With `norm_eps` queries and keys are normalised
+    a head, before they are rotated. `inner` is the heads' width together, by default `width`.
+    """
+
+    def __init__(
+        self, width: int, heads: int, *, inner: int = 0, bias: bool, norm_eps: float | None = None
+    ) -> None:
+        super().__init__()
+        inner = inner or width
+        self.heads, self.head_dim = heads, inner // heads
+        self.qkv = Linear(3 * inner, width, bias=bias)
+        self.proj = Linear(width, inner, bias=bias)
+        self.q_norm = None if norm_eps is None else RMSNorm(self.head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(self.head_dim, norm_eps)
+
+    def pair_halves(self) -> None:
+        """Reorder the query and key rows of every head, once, so that `rotate_halves` serves a checkpoint
+        that rotates dims (2j, 2j+1), even j by the column and odd j by the row. Dot products do not mind.
+        """
+        dim = self.head_dim
+        pairs = [*range(1, dim // 2, 2), *range(0, dim // 2, 2)]  # by the row first, as in grid_rotation
+        order = [2 * j for j in pairs] + [2 * j + 1 for j in pairs]
+        for values in (self.qkv.weight, self.qkv.bias):
+            if values is not None:
+                by_head = values.view(3, self.heads, dim, -1)
+                by_head[:2] = by_head[:2, :, order]
+
+    def forward(self, x: Tensor, turns: Rotation, lengths: Sequence[int]) -> Tensor:
+        q, k, v = self.qkv(x).view(x.shape[0], 3, self.heads, -1).unbind(1)
+        q = q.float() if self.q_norm is None else self.q_norm(q)
+        k = k.float() if self.k_norm is None else self.k_norm(k)
+        q, k = rotate_halves(q, turns).to(v.dtype), rotate_halves(k, turns).to(v.dtype)
+        return self.proj(attention(q, k, v, lengths))
+
+
+class Block(nn.Module):
+    """x + attn(norm1(x)), then x + mlp(norm2(x)); x is the float32 residual stream."""
+
+    def __init__(self, norm1: nn.Module, attn: Attention, norm2: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = norm1, attn, norm2, mlp
+
+    def forward(self, x: Tensor, turns: Rotation, lengths: Sequence[int]) -> Tensor:
+        x = x + self.attn(self.norm1(x), turns, lengths)
+        return x + self.mlp(self.norm2(x))
+
+
 def look_up(patches: Tensor, table: Tensor) -> Tensor:
     """Normalise bytes by table: uint8 [n, channels·k] and [channels, 256] -> [n, channels, k].
 
@@ -107,47 +190,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor
     return merged[0] if len(merged) == 1 else torch.cat(merged)
 
 
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding over pairs (j, j + dim/2); cos and sin [..., dim/2] broadcast against halves."""
+def rotate_halves(x: Tensor, turns: Rotation) -> Tensor:
+    """Rotary embedding over pairs (j, j + dim/2) of [tokens, heads, dim]."""
+    cos, sin = turns
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def grid_positions(
-    grids: Sequence[tuple[int, int, int]], merge: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Row and column of every patch of packed grids (t, h, w), float32 [sum(t·h·w)] each, where the
-    patches of a merge x merge block are consecutive. Computed on `device`: nothing is waited for.
-    """
-    rows, columns = [], []
-    for t, h, w in grids:
-        shape = (t, h // merge, w // merge, merge, merge)
-        y = torch.arange(h, dtype=torch.float32, device=device).view(1, -1, 1, merge, 1)
-        x = torch.arange(w, dtype=torch.float32, device=device).view(1, 1, -1, 1, merge)
-        rows.append(y.expand(shape).flatten())
-        columns.append(x.expand(shape).flatten())
-    return torch.cat(rows), torch.cat(columns)
-
-
-def check_packing(patches: Tensor, grids: Sequence[tuple[int, int, int]], merge: int) -> None:
-    """Raise ValueError unless the grids account for every patch and divide into merge blocks."""
-    total = sum(t * h * w for t, h, w in grids)
-    if total != patches.shape[0] or total == 0:
-        raise ValueError(f"got {patches.shape[0]} patches for grids {list(grids)} of {total} patches")
-    for grid in grids:
-        if grid[1] % merge or grid[2] % merge:
-            raise ValueError(f"the sides of grid {grid} must be multiples of {merge}")
-
-
-def assign(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give a declared module its values; norms keep theirs in float32."""
-    module.load_state_dict(tensors, assign=True)
-    for part in module.modules():
-        if isinstance(part, (RMSNorm, LayerNorm)):
-            part.float()
-    module.requires_grad_(False).eval()
-
-
-def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The tensors that a declared module needs, by name."""
-    return {name: tuple(value.shape) for name, value in module.state_dict().items()}

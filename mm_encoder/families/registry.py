@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .deepseek41 import DeepSeek41
 from .family import Family
 from .glm53 import Glm53
+from .kimi_k3 import KimiK3
 from .weights import Checkpoint
 
-FAMILIES: tuple[type[Family], ...] = (Glm53,)
+FAMILIES: tuple[type[Family], ...] = (Glm53, KimiK3, DeepSeek41)
 
 
 def load_family(checkpoint: str | Path, name: str | None = None) -> tuple[Checkpoint, Family]:
@@ -18,21 +20,22 @@ def load_family(checkpoint: str | Path, name: str | None = None) -> tuple[Checkp
     Raises ValueError for an unknown name, CheckpointError when no family recognises the config, when the
     name contradicts it, or when the config is not supported.
     """
-    names = ", ".join(family.name for family in FAMILIES)
-    if name is not None and name not in {family.name for family in FAMILIES}:
-        raise ValueError(f"family must be one of {names}, got {name!r}")
+    by_name = {family.name: family for family in FAMILIES}
+    if name is not None and name not in by_name:
+        raise ValueError(f"family must be one of {', '.join(by_name)}, got {name!r}")
     opened = Checkpoint(checkpoint)
-    recognised = next((f for f in FAMILIES if f.recognises(opened.config)), None)
-    described = (
-        f"model_type {opened.config.get('model_type')!r}, "
-        f"architectures {opened.config.get('architectures')!r}"
-    )
-    if name is None:
-        if recognised is None:
-            raise CheckpointError(f"no family fits config.json ({described}); there are {names}")
+    config = opened.config
+    described = f"model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r}"
+    recognised = next((family for family in FAMILIES if family.recognises(config)), None)
+    if recognised is not None:
+        if name not in (None, recognised.name):
+            raise CheckpointError(
+                f"family={name!r} contradicts config.json, which is of {recognised.name} ({described})"
+            )
         return opened, recognised(opened)
-    if recognised is not None and recognised.name != name:
-        raise CheckpointError(
-            f"family={name!r} contradicts config.json, which is of {recognised.name} ({described})"
-        )
-    return opened, next(f for f in FAMILIES if f.name == name)(opened)
+    alike = [f"it looks like {f.name}, but {why}" for f in FAMILIES if (why := f.resembles(config))]
+    if alike:
+        raise CheckpointError(f"config.json is refused: {'; '.join(alike)} ({described})")
+    if name is None:
+        raise CheckpointError(f"no family fits config.json ({described}); there are {', '.join(by_name)}")
+    return opened, by_name[name](opened)

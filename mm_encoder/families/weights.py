@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,56 +48,69 @@ class Checkpoint:
             raise CheckpointError(f"{name} must hold an object, got {type(value).__name__}")
         return value
 
-    def load(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        prefixes: Sequence[str],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> dict[str, torch.Tensor]:
-        """Read the tensors named in `shapes`, found under one of `prefixes`, as owned copies.
+    @cached_property
+    def files(self) -> Mapping[str, str]:
+        """Which file each tensor of the checkpoint lies in, by the tensor's name."""
+        return self._files()
 
-        Everything under the prefix must be known: missing, unexpected, misshapen and quantised tensors
-        raise one CheckpointError that lists them all.
-        """
-        files = self._files()
-        present = [p for p in prefixes if any(name.startswith(p) for name in files)]
+    def only_prefix(self, prefixes: Sequence[str]) -> str:
+        """The one of `prefixes` under which there are tensors; raises when there is none or several."""
+        present = [p for p in prefixes if any(name.startswith(p) for name in self.files)]
         if len(present) != 1:
             found = "none of" if not present else f"{len(present)} of"
             raise CheckpointError(
                 f"the vision tensors lie under one of the prefixes {', '.join(prefixes)}; "
-                f"found {found} them among {len(files)} tensors"
+                f"found {found} them among {len(self.files)} tensors"
             )
-        prefix = present[0]
-        names = {name[len(prefix) :] for name in files if name.startswith(prefix)}
+        return present[0]
+
+    def load(
+        self,
+        wanted: Mapping[str, torch.Tensor],
+        scopes: Sequence[str],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> dict[str, torch.Tensor]:
+        """Read tensors by name as owned copies, each shaped as in `wanted`.
+
+        Every name that begins with one of `scopes` must be known: missing, unexpected, misshapen and
+        quantised tensors raise one CheckpointError that lists them all.
+        """
+        names = {name for name in self.files if name.startswith(tuple(scopes))}
         faults = {
-            "missing": sorted(shapes.keys() - names),
-            "unexpected": sorted(names - shapes.keys()),
+            "missing": sorted(wanted.keys() - names),
+            "unexpected": sorted(names - wanted.keys()),
         }
         by_file: dict[str, list[str]] = defaultdict(list)
-        for name in sorted(shapes.keys() & names):
-            by_file[files[prefix + name]].append(name)
+        for name in sorted(wanted.keys() & names):
+            by_file[self.files[name]].append(name)
 
         tensors: dict[str, torch.Tensor] = {}
         wrong, quantised = faults.setdefault("misshapen", []), faults.setdefault("quantised", [])
-        for file, wanted in by_file.items():
+        for file, inside in by_file.items():
             with self._open(file) as shard:
-                for name in wanted:
-                    entry = shard.get_slice(prefix + name)
+                for name in inside:
+                    entry = shard.get_slice(name)
                     shape, kind = tuple(entry.get_shape()), entry.get_dtype()
-                    if shape != shapes[name]:
-                        wrong.append(f"{name} {list(shape)}, not {list(shapes[name])}")
+                    if shape != wanted[name].shape:
+                        wrong.append(f"{name} {list(shape)}, not {list(wanted[name].shape)}")
                     elif kind not in _PLAIN:
                         quantised.append(f"{name} {kind}")
                     elif not any(faults.values()):
                         # A copy: the file is mapped, and must not be held open by the weights.
-                        tensors[name] = shard.get_tensor(prefix + name).to(device, dtype, copy=True)
+                        tensors[name] = shard.get_tensor(name).to(device, dtype, copy=True)
         if any(faults.values()):
-            raise CheckpointError(_describe(faults, prefix))
+            raise CheckpointError(_describe(faults))
         return tensors
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """A tensor's shape, None if there is no such tensor."""
+        if name not in self.files:
+            return None
+        with self._open(self.files[name]) as shard:
+            return tuple(shard.get_slice(name).get_shape())
+
     def _files(self) -> dict[str, str]:
-        """Which file each tensor of the checkpoint lies in."""
         index = self.read_json(_INDEX)
         if index is not None:
             weight_map = index.get("weight_map")
@@ -124,10 +138,10 @@ class Checkpoint:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def _describe(faults: Mapping[str, Sequence[str]], prefix: str) -> str:
+def _describe(faults: Mapping[str, Sequence[str]]) -> str:
     parts = []
     for kind, names in faults.items():
         if names:
             more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
             parts.append(f"{len(names)} {kind} ({', '.join(names[:_LISTED])}{more})")
-    return f"vision tensors under {prefix!r}: " + "; ".join(parts)
+    return "vision tensors: " + "; ".join(parts)

@@ -5,12 +5,15 @@ In NumPy wherever it does, since Torch would spread a copy over threads of its o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 import torch
 from PIL import Image
 
 from ..contract import ImageSize
-from .decode import Pixels
+from .picture import Picture, Pixels
 
 
 def over_white(pixels: Pixels) -> Pixels:
@@ -36,6 +39,62 @@ def resize_bicubic_torch(pixels: Pixels, size: ImageSize) -> Pixels:
         antialias=True,
     )
     return resized[0].permute(1, 2, 0).numpy()
+
+
+def resize_bicubic_pillow(pixels: Pixels, size: ImageSize) -> Pixels:
+    """Resize [h, w, 3] to `size` as Pillow does: bicubic in fixed point, clamped to bytes between its
+    passes. Returns [height, width, 3]; the identity size is no copy.
+    """
+    if pixels.shape[1::-1] == size:
+        return pixels
+    return np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
+
+
+def resize_native(picture: Picture, size: ImageSize) -> Picture:
+    """Resize in the mode that the picture was stored in, as Pillow does: alpha is premultiplied for the
+    while, palette and one-bit pictures take the nearest pixel, everything else is bicubic.
+    """
+    if picture.native is None and picture.pixels.shape[2] == 3:
+        return Picture(resize_bicubic_pillow(picture.pixels, size))
+    return Picture.of(picture.image.resize(size, Image.Resampling.BICUBIC))
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What shows through transparency: a colour, or grey squares on white. Sides in pixels."""
+
+    PATTERNS: ClassVar[tuple[str, ...]] = ("chessboard", "white", "black", "gray")
+
+    pattern: str = "black"
+    chessboard_square_size: int = 16
+    chessboard_square_on_top_left: bool = True
+    chessboard_white_value: int = 255
+    chessboard_gray_value: int = 200
+
+    def draw(self, size: ImageSize) -> Pixels:
+        """uint8 [height, width, 1]."""
+        if self.pattern != "chessboard":
+            level = {"white": 255, "black": 0, "gray": 128}[self.pattern]
+            return np.full((size.height, size.width, 1), level, np.uint8)
+        square = self.chessboard_square_size
+        y, x = (np.arange(side) // square for side in (size.height, size.width))
+        odd = (y[:, None] + x[None, :]) % 2 == 1
+        grey = odd if self.chessboard_square_on_top_left else ~odd
+        levels = np.where(grey, self.chessboard_gray_value, self.chessboard_white_value)
+        return levels.astype(np.uint8)[:, :, None]
+
+
+def over_background(picture: Picture, background: Background | None) -> Pixels:
+    """RGB of a picture. Where it has an alpha band, or transparency beside another mode than RGB, it is
+    composited over the background in float32 and truncated; with no background alpha is dropped.
+    """
+    pixels = picture.pixels
+    keyed_rgb = picture.native is not None and picture.native.mode == "RGB"
+    if pixels.shape[2] == 3 or keyed_rgb or background is None:
+        return np.ascontiguousarray(pixels[:, :, :3])
+    alpha = pixels[:, :, 3:].astype(np.float32) / 255
+    over = alpha * pixels[:, :, :3] + (1 - alpha) * background.draw(picture.size)
+    return over.astype(np.uint8)
 
 
 def place(pixels: Pixels, canvas: ImageSize, offset: tuple[int, int], fill: int) -> Pixels:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .decode import Pixels
+from .picture import Pixels
 
 
 def patchify(pixels: Pixels, patch: int, merge: int = 1) -> Pixels:

@@ -16,8 +16,9 @@ from PIL import Image
 from ..config import ImageOptions, MediaLimits
 from ..contract import ImageSize
 from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
-from .decode import Pixels, apply_orientation, decode, pixels_of
+from .decode import decode
 from .header import check_pixels, check_source_bytes, orientation_of, read_header
+from .picture import Picture, Pixels
 
 ImageInput: TypeAlias = "bytes | bytearray | memoryview | str | Path | np.ndarray | Image.Image"
 """Encoded bytes, a base64 data URL, a path, an array [h, w], [h, w, 1|3|4], or a Pillow image."""
@@ -35,7 +36,7 @@ _PILLOW_LOCK = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One still image as taken from the caller: `encoded` bytes, or `pixels` already as shown.
+    """One still image as taken from the caller: `encoded` bytes, or a `picture` already as shown.
 
     `size` is as shown, `nbytes` what the snapshot and its decoded pixels weigh together.
     """
@@ -43,18 +44,19 @@ class Source:
     size: ImageSize
     options: ImageOptions
     encoded: bytes | None = None
-    pixels: Pixels | None = None
+    picture: Picture | None = None
     mode: str = ""
+    """What the caller's pixels were, where they were no encoded bytes."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the snapshot plus those of its pixels once decoded to RGB."""
         return (len(self.encoded) if self.encoded is not None else 0) + 3 * self.size[0] * self.size[1]
 
-    def decode(self, limits: MediaLimits) -> Pixels:
-        """The pixels, uint8 [height, width, 3 or 4], as shown. Raises MediaError."""
-        if self.pixels is not None:
-            return self.pixels
+    def decode(self, limits: MediaLimits) -> Picture:
+        """The decoded image, as shown. Raises MediaError."""
+        if self.picture is not None:
+            return self.picture
         assert self.encoded is not None
         return decode(self.encoded, limits, exif_orientation=self.options.exif_orientation)
 
@@ -67,9 +69,10 @@ class Source:
         if self.encoded is not None:
             fields += [b"image", self.encoded]
         else:
-            assert self.pixels is not None
-            shape = "x".join(map(str, self.pixels.shape))
-            fields += [b"pixels", self.mode.encode(), shape.encode(), self.pixels.data]
+            assert self.picture is not None
+            pixels = self.picture.pixels
+            shape = "x".join(map(str, pixels.shape))
+            fields += [b"pixels", self.mode.encode(), shape.encode(), pixels.data]
         digest = hashlib.sha256()
         for field in fields:
             # Each field is preceded by its length, so that no two lists of fields hash the same bytes.
@@ -144,28 +147,30 @@ def _open_pixels(image: np.ndarray | Image.Image, limits: MediaLimits, options: 
         array = np.asarray(image)  # subclasses index in ways of their own
         mode = f"array {array.dtype.name}"
         check_pixels(_array_size(array), limits, "the array")
-        pixels = _array_pixels(array)
+        picture = Picture(_array_pixels(array))
     else:
-        mode = image.mode
+        # A colour key takes part in some families' resizing, so it belongs to what was given.
+        mode = f"{image.mode} {image.info.get('transparency')!r}"
         check_pixels(ImageSize(*image.size), limits, "the Pillow image")
         with _PILLOW_LOCK:
-            pixels, orientation = _take_pillow(image)
+            picture, orientation = _take_pillow(image)
         if options.exif_orientation:
-            pixels = apply_orientation(pixels, orientation)
-    height, width = pixels.shape[:2]
-    return Source(ImageSize(width, height), options, pixels=pixels, mode=mode)
+            picture = picture.turned(orientation)
+    return Source(picture.size, options, picture=picture, mode=mode)
 
 
-def _take_pillow(image: Image.Image) -> tuple[Pixels, int]:
-    """A copy of its pixels, and how they are to be turned."""
+def _take_pillow(image: Image.Image) -> tuple[Picture, int]:
+    """A copy of it, and how that is to be turned."""
     try:
         image.load()  # first, since loading a TIFF turns it and takes the orientation away
-        pixels = pixels_of(image)
+        picture = Picture.of(image)
+        if picture.native is image:
+            picture = Picture(picture.pixels, image.copy())
     except (MediaError, MemoryError):
         raise
     except Exception as error:  # Pillow raises whatever its parsers stumble over
         raise MediaDecodeError("the Pillow image cannot be loaded") from error
-    return pixels, _orientation_of_pillow(image)
+    return picture, _orientation_of_pillow(image)
 
 
 def _orientation_of_pillow(image: Image.Image) -> int:

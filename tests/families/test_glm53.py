@@ -24,6 +24,7 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextVisionModel
 from mm_encoder import CheckpointError, Encoder, ImageSize, MediaPlanner
 from mm_encoder.families.glm53 import Glm53, ProcessorConfig, plan_image
 from mm_encoder.families.registry import load_family
+from mm_encoder.media.picture import Picture
 
 CPU = torch.device("cpu")
 
@@ -157,7 +158,7 @@ def test_the_plan_is_what_preprocessing_makes(glm53_checkpoint: Path) -> None:
     for _ in range(60):
         size = ImageSize(random.randint(1, 400), random.randint(1, 400))
         plan = family.plan(size)
-        patches = family.patches(noise(*size), plan)
+        patches = family.patches(Picture(noise(*size)), plan)
         assert patches.data.shape == (plan.patch_count, 3 * 14 * 14)
         assert sorted(family.token_map(plan).flatten()) == list(range(plan.rows))
 
@@ -166,7 +167,7 @@ def test_packed_images_equal_the_same_images_alone(glm53_checkpoint: Path) -> No
     _, family = load_family(glm53_checkpoint)
     tower = family.build_tower(CPU, torch.float32)
     sizes = [ImageSize(60, 90), ImageSize(200, 31), ImageSize(60, 90), ImageSize(7, 9)]
-    prepared = [family.patches(noise(*s, seed=i), family.plan(s)) for i, s in enumerate(sizes)]
+    prepared = [family.patches(Picture(noise(*s, seed=i)), family.plan(s)) for i, s in enumerate(sizes)]
     with torch.no_grad():
         alone = [tower(p.data, [p.plan.grid_thw]) for p in prepared]
         packed = tower(torch.cat([p.data for p in prepared]), [p.plan.grid_thw for p in prepared])
@@ -177,7 +178,7 @@ def test_frames_of_a_clip_do_not_see_each_other(glm53_checkpoint: Path) -> None:
     _, family = load_family(glm53_checkpoint)
     tower = family.build_tower(CPU, torch.float32)
     size = ImageSize(56, 84)
-    frames = [family.patches(noise(*size, seed=i), family.plan(size)).data for i in range(2)]
+    frames = [family.patches(Picture(noise(*size, seed=i)), family.plan(size)).data for i in range(2)]
     _, h, w = family.plan(size).grid_thw
     with torch.no_grad():
         clip = tower(torch.cat(frames), [(2, h, w)])
@@ -312,7 +313,7 @@ def test_recognition_goes_by_the_top_level(copied: Path) -> None:
     with pytest.raises(CheckpointError, match="no family fits config.json"):
         MediaPlanner(copied)
     assert MediaPlanner(copied, family="glm53").family == "glm53"
-    with pytest.raises(ValueError, match="family must be one of glm53, got 'glm'"):
+    with pytest.raises(ValueError, match="family must be one of glm53, kimi_k3, deepseek41, got 'glm'"):
         MediaPlanner(copied, family="glm")
 
 
@@ -350,10 +351,10 @@ def test_every_wrong_tensor_is_named_in_one_error(copied: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         Encoder(copied, device="cpu")
     message = str(caught.value)
-    assert "1 missing (merger.proj.weight)" in message
-    assert "1 unexpected (merger.proj.weight_scale)" in message
-    assert "1 misshapen (post_layernorm.weight [3], not [64])" in message
-    assert "1 quantised (blocks.0.mlp.up_proj.weight F8_E4M3)" in message
+    assert "1 missing (model.visual.merger.proj.weight)" in message
+    assert "1 unexpected (model.visual.merger.proj.weight_scale)" in message
+    assert "1 misshapen (model.visual.post_layernorm.weight [3], not [64])" in message
+    assert "1 quantised (model.visual.blocks.0.mlp.up_proj.weight F8_E4M3)" in message
 
 
 def test_a_long_list_of_names_is_cut(copied: Path) -> None:

@@ -14,7 +14,7 @@ from mm_encoder import Encoder, MediaPlanner
 
 from ..conftest import GOLDEN
 
-FAMILIES = ["glm53"]
+FAMILIES = ["glm53", "kimi_k3", "deepseek41"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -68,8 +68,8 @@ def distance(rows: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def test_bfloat16_rows_are_as_near_to_float32_as_the_references_own(family: str) -> None:
-    # No bfloat16 run keeps every single row within a cosine of 0.9999 of float32: rounding nothing but
-    # the inputs of the matrix products already costs more, and the reference's own rows reach 0.9995.
+    # A cosine of 0.9999 for every single row is out of reach for GLM-5.3's fixture: rounding nothing but
+    # the inputs of the matrix products already costs more. The reference's own worst row has 0.9995.
     wanted = expected(family)
     paths = images(family)
     with Encoder(GOLDEN / family / "checkpoint", device="cpu", dtype=torch.bfloat16) as encoder:
@@ -80,4 +80,5 @@ def test_bfloat16_rows_are_as_near_to_float32_as_the_references_own(family: str)
         assert rows.dtype == torch.bfloat16
         assert distance(rows, exact) <= distance(theirs, exact), path.name
         assert cosine(rows.float().flatten(), exact.flatten()) > 0.9999, path.name
-        assert cosine(rows.float(), exact) > min(0.9999, cosine(theirs, exact) - 1e-4), path.name
+        worst = cosine(theirs, exact) - 1e-4 if family == "glm53" else 0.9999
+        assert cosine(rows.float(), exact) > worst, path.name

@@ -16,9 +16,9 @@ from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageFile, PngImagePlugin
 from mm_encoder.config import ImageOptions
 from mm_encoder.errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from mm_encoder.media import decode as decode_module
-from mm_encoder.media.decode import Pixels, apply_orientation
 from mm_encoder.media.geometry import over_white
 from mm_encoder.media.header import read_header
+from mm_encoder.media.picture import Picture, Pixels
 from mm_encoder.media.source import open_source
 from mm_encoder.planner import MediaPlanner
 
@@ -81,7 +81,7 @@ def test_header_plan_and_pixels_are_turned_alike(row: Row, planner: MediaPlanner
     pixels = decoded(data)
     assert pixels.shape == (size[1], size[0], 3)
     check_corners(pixels, row)
-    assert same_pixels(open_source(data, LIMITS).decode(LIMITS), pixels)
+    assert same_pixels(open_source(data, LIMITS).decode(LIMITS).pixels, pixels)
 
 
 @pytest.mark.parametrize("row", rows("D01"), ids=file_of)
@@ -91,7 +91,7 @@ def test_the_stored_orientation_is_kept_on_request(row: Row, planner: MediaPlann
     assert planner.prepare_inputs(data, image_options=stored)[0].original_size == (96, 64)
     source = open_source(data, LIMITS, stored)
     assert source.size == (96, 64)
-    assert same_pixels(source.decode(LIMITS), decoded(case("D01_orient1.jpg")))
+    assert same_pixels(source.decode(LIMITS).pixels, decoded(case("D01_orient1.jpg")))
 
 
 def with_exif(kind: str, block: bytes) -> bytes:
@@ -142,7 +142,7 @@ def test_xmp_turns_every_kind_as_pillow_does(kind: str, planner: MediaPlanner) -
 
 def test_eight_orientations_give_eight_pictures() -> None:
     pixels = np.arange(6, dtype=np.uint8).reshape(2, 3, 1)
-    turned = [apply_orientation(pixels, orientation) for orientation in range(1, 9)]
+    turned = [Picture(pixels).turned(orientation).pixels for orientation in range(1, 9)]
     assert len({(t.shape, t.tobytes()) for t in turned}) == 8
     assert all(t.flags.c_contiguous for t in turned)
 
@@ -651,8 +651,8 @@ def test_a_gif_of_too_few_codes_is_cut(codes: bytes) -> None:
 
 
 def test_what_was_decoded_must_be_what_the_header_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(data: bytes, header: object) -> Pixels:
-        return np.zeros((3, 3, 3), np.uint8)
+    def other(data: bytes, header: object) -> Picture:
+        return Picture(np.zeros((3, 3, 3), np.uint8))
 
     monkeypatch.setitem(decode_module._DECODERS, "PNG", other)
     with pytest.raises(MediaDecodeError, match="19x13, but 3x3"):
@@ -695,7 +695,7 @@ used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesi
 resource.setrlimit(resource.RLIMIT_AS, (used + 120_000_000, -1))
 for path in sorted(Path(sys.argv[1]).iterdir()):
     try:
-        print(path.name, decode(path.read_bytes(), MediaLimits()).shape)
+        print(path.name, decode(path.read_bytes(), MediaLimits()).pixels.shape)
     except MediaError:
         pass
 try:

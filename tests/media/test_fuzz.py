@@ -136,7 +136,7 @@ def outcome(data: bytes) -> tuple[object, ...]:
         return check_message(data, error)
     assert source.size == header.shown()
     try:
-        pixels = source.decode(SMALL)
+        pixels = source.decode(SMALL).pixels
     except MediaError as error:
         return check_message(data, error)
     assert pixels.shape[1::-1] == source.size

@@ -12,8 +12,8 @@ from torchvision.transforms import InterpolationMode  # type: ignore[import-unty
 from torchvision.transforms.v2 import functional as reference  # type: ignore[import-untyped]
 
 from mm_encoder.contract import ImageSize
-from mm_encoder.media.decode import Pixels
 from mm_encoder.media.geometry import over_white, place, resize_bicubic_torch
+from mm_encoder.media.picture import Pixels
 
 from ..helpers import case, decoded, noise, rows, same_pixels, saved
 

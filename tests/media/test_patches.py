@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mm_encoder.media.decode import Pixels
 from mm_encoder.media.patches import patchify
+from mm_encoder.media.picture import Pixels
 
 
 def slowly(pixels: Pixels, patch: int, merge: int) -> Pixels:

@@ -21,7 +21,7 @@ from PIL import Image, ImageFile, ImageOps
 from mm_encoder.config import ImageOptions, MediaLimits
 from mm_encoder.errors import MediaDecodeError, MediaError, MediaTooLargeError, UnsupportedMediaError
 from mm_encoder.media import source as source_module
-from mm_encoder.media.decode import Pixels
+from mm_encoder.media.picture import Pixels
 from mm_encoder.media.source import is_image, open_source, read_data_url
 
 from ..helpers import ABUSE, LIMITS, case, decoded, exif, noise, same_pixels, saved
@@ -30,7 +30,7 @@ PNG = saved(noise(9, 7), "PNG")
 
 
 def pixels_of(image: Any, **options: Any) -> Pixels:
-    return open_source(image, LIMITS, **options).decode(LIMITS)
+    return open_source(image, LIMITS, **options).decode(LIMITS).pixels
 
 
 def hash_of(image: Any, model: str = "m") -> str:
@@ -54,7 +54,7 @@ def test_bytes_may_come_in_any_buffer(tmp_path: Path) -> None:
         assert is_image(given)
         source = open_source(given, LIMITS)
         assert source.size == (9, 7)
-        assert same_pixels(source.decode(LIMITS), decoded(PNG))
+        assert same_pixels(source.decode(LIMITS).pixels, decoded(PNG))
 
 
 def test_a_buffer_may_be_changed_afterwards() -> None:
@@ -62,7 +62,7 @@ def test_a_buffer_may_be_changed_afterwards() -> None:
     sources = [open_source(buffer, LIMITS), open_source(memoryview(buffer), LIMITS)]
     buffer[:] = bytes(len(buffer))
     for source in sources:
-        assert same_pixels(source.decode(LIMITS), decoded(PNG))
+        assert same_pixels(source.decode(LIMITS).pixels, decoded(PNG))
         assert source.mm_hash("m") == hash_of(PNG)
 
 
@@ -216,7 +216,7 @@ def test_grey_arrays_may_have_a_channel_axis() -> None:
 def test_axes_are_never_guessed_from_their_sizes(shape: tuple[int, ...]) -> None:
     source = open_source(np.zeros(shape, np.uint8), LIMITS)
     assert source.size == (shape[1], shape[0])
-    assert source.decode(LIMITS).shape == (shape[0], shape[1], 3)
+    assert source.decode(LIMITS).pixels.shape == (shape[0], shape[1], 3)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.longdouble, ">f4", ">f8"])
@@ -322,7 +322,7 @@ def test_an_array_may_be_changed_afterwards() -> None:
     source = open_source(array, LIMITS)
     before = source.mm_hash("m")
     array[:] = 0
-    assert same_pixels(source.decode(LIMITS), COLOURS)
+    assert same_pixels(source.decode(LIMITS).pixels, COLOURS)
     assert source.mm_hash("m") == before == hash_of(COLOURS)
 
 
@@ -383,9 +383,9 @@ def test_a_pillow_image_may_be_changed_afterwards() -> None:
     assert wide.mode == "I;16"
     for image in [wide, *(noise(9, 7, mode) for mode in ("RGB", "RGBA", "L", "P"))]:
         source = open_source(image, LIMITS)
-        before, digest = source.decode(LIMITS).copy(), source.mm_hash("m")
+        before, digest = source.decode(LIMITS).pixels.copy(), source.mm_hash("m")
         image.paste(0, (0, 0, 9, 7))
-        assert same_pixels(source.decode(LIMITS), before)
+        assert same_pixels(source.decode(LIMITS).pixels, before)
         assert source.mm_hash("m") == digest
         assert not same_pixels(pixels_of(image), before)
 
@@ -400,7 +400,7 @@ def test_a_pillow_image_is_turned_as_pillow_turns_it(kind: str, loaded: bool) ->
             image.load()
         source = open_source(image, LIMITS)
         wanted = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
-        assert same_pixels(source.decode(LIMITS), wanted)
+        assert same_pixels(source.decode(LIMITS).pixels, wanted)
         assert source.size == wanted.shape[1::-1]
 
 

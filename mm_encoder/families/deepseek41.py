@@ -1,0 +1,234 @@
+"""DeepSeek-V4.1-Flash (`deepseek_v41`): the vision tower, aligner and image span.
+
+The reference is the checkpoint's own inference code; formulas below are its.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..contract import ImageSize, Patches, Plan
+from ..errors import CheckpointError, MediaTooLargeError
+from ..media.geometry import place, resize_bicubic_pillow
+from ..media.patches import patchify
+from ..media.picture import Picture
+from .family import Family, check_heads, read_settings, section
+from .layers import Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm, parameter
+from .trunk import Trunk, load_into
+from .weights import Checkpoint
+
+_CHANNELS = 3
+_NORM_EPS = 1e-6  # the code's constant; text_config.rms_norm_eps is the language model's
+_FILL = 127  # around a picture that keeps its shape
+_SCOPES = ("vision.", "aligner.", "image_")
+# The module's names on the left, the checkpoint's on the right.
+_NAMES = (
+    ("trunk.embed", "vision.patch_embed.proj"),
+    ("trunk", "vision"),
+    ("attn.qkv", "attn.wqkv"),
+    ("attn.proj", "attn.wo"),
+    ("mlp.gate_up", "mlp.w1"),
+    ("mlp.down", "mlp.w2"),
+    ("aligner.up", "aligner.w1"),
+    ("aligner.down", "aligner.w2"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """`vision_config` of config.json."""
+
+    num_hidden_layers: int = 32
+    hidden_size: int = 1024
+    num_attention_heads: int = 16
+    intermediate_size: int = 2816
+    patch_size: int = 14
+    rope_theta: float = 1e4
+    downsample_ratio: int = 3
+    max_image_tokens: int = 1024
+    """Rows of a whole span, its start, newlines and end included."""
+    min_pixels: int = 295936
+    max_wh_ratio: float = math.inf
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> VisionConfig:
+        vision = dict(section(config, "vision_config"))
+        ratio = vision.pop("max_wh_ratio", None)
+        if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio < math.inf):
+            raise CheckpointError(f"vision_config.max_wh_ratio must be positive or null, got {ratio!r}")
+        read = read_settings(
+            cls, vision | ({} if ratio is None else {"max_wh_ratio": ratio}), "vision_config"
+        )
+        check_heads(read.hidden_size, read.num_attention_heads, "hidden_size / num_attention_heads")
+        if read.max_image_tokens < 4:
+            raise CheckpointError(
+                f"vision_config.max_image_tokens must be at least 4, got {read.max_image_tokens}"
+            )
+        return read
+
+
+def token_grid(grid_h: int, grid_w: int, ratio: int) -> tuple[int, int]:
+    """Token rows and columns of a patch grid: ragged cells at the right and bottom count."""
+    return -(-grid_h // ratio), -(-grid_w // ratio)
+
+
+def plan_image(size: ImageSize, config: VisionConfig) -> Plan:
+    """Canvas, content and span of one image; float64 throughout, as in the reference."""
+    patch, ratio, limit = config.patch_size, config.downsample_ratio, config.max_image_tokens
+    width: float = size.width
+    height = size.height
+    if width > height * config.max_wh_ratio:
+        width = height * config.max_wh_ratio
+    if width * height < config.min_pixels:
+        grow = (config.min_pixels / (width * height)) ** 0.5
+        width, height = int(width * grow), int(height * grow)
+
+    def rows_of(grid_h: int, grid_w: int) -> int:
+        down, across = token_grid(grid_h, grid_w, ratio)
+        return down * (across + 1) + 2
+
+    canvas_w, canvas_h = math.ceil(width / patch) * patch, math.ceil(height / patch) * patch
+    if rows_of(canvas_h // patch, canvas_w // patch) > limit:
+        cell = patch * ratio
+        aspect = height / width
+        most_w = math.sqrt((limit - 2) / aspect + 0.25) - 0.5
+        most_h = most_w * aspect
+        if most_w < 1:
+            canvas_w, canvas_h = cell, (limit - 2) // 2 * cell
+        elif most_h < 1:
+            canvas_w, canvas_h = (limit - 3) * cell, cell
+        else:
+            shrink = min(math.floor(most_w) * cell / width, math.floor(most_h) * cell / height)
+            canvas_h = math.floor(height * shrink / patch) * patch
+            canvas_w = math.floor(width * shrink / patch) * patch
+    content_w, content_h = canvas_w, canvas_h
+    left = top = 0
+    if size.width < config.max_wh_ratio * size.height:  # else stretched over the whole canvas
+        if size.width / size.height > canvas_w / canvas_h:
+            content_h = round(size.height / size.width * canvas_w)
+            top = round((canvas_h - content_h) * 0.5)
+        elif size.width / size.height < canvas_w / canvas_h:
+            content_w = round(size.width / size.height * canvas_h)
+            left = round((canvas_w - content_w) * 0.5)
+    if min(content_w, content_h) < 1:  # where the reference fails to resize
+        raise MediaTooLargeError(
+            f"an image of {size.width}x{size.height} is too thin for {limit} tokens: it would have no "
+            "pixels left"
+        )
+    content, canvas = ImageSize(content_w, content_h), ImageSize(canvas_w, canvas_h)
+    return Plan.on_canvas(size, content, canvas, patch=patch, rows=rows_of, offset=(left, top))
+
+
+class DeepSeek41(Family):
+    """DeepSeek-V4.1-Flash images."""
+
+    name = "deepseek41"
+    model_type, architecture, kin = "deepseek_v41", "DeepseekV41ForCausalLM", "deepseek_v4"
+    checkpoints = ("deepseek-ai/DeepSeek-V4.1-Flash", "deepseek-ai/DeepSeek-V4.1-Flash-1017")
+
+    @classmethod
+    def resembles(cls, config: Mapping[str, Any]) -> str | None:
+        vision = config.get("vision_config")
+        kind = vision.get("model_type") if isinstance(vision, dict) else None
+        if cls.named(config) and kind != "deepseek_v41_vision":
+            return f"its vision_config.model_type is {kind!r}, not 'deepseek_v41_vision'"
+        return super().resembles(config)
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.vision = VisionConfig.read(checkpoint.config)
+        text = section(checkpoint.config, "text_config")
+        self.out = read_settings(TextConfig, text, "text_config").hidden_size
+        # (x/255 - 0.5) / 0.5 in float32, then bfloat16 always, as the reference has it.
+        x = torch.arange(256, dtype=torch.float32, device="cpu") / 255
+        self.table = ((x - 0.5) / 0.5).to(torch.bfloat16).float().expand(_CHANNELS, 256).contiguous()
+
+    @property
+    def preprocessing(self) -> Mapping[str, Any]:
+        names = ("patch_size", "downsample_ratio", "max_image_tokens", "min_pixels", "max_wh_ratio")
+        config = asdict(self.vision)
+        return {k: str(config[k]) for k in names} | {"resize": "pillow bicubic", "alpha": "dropped"}
+
+    def plan(self, size: ImageSize) -> Plan:
+        return plan_image(size, self.vision)
+
+    def patches(self, picture: Picture, plan: Plan) -> Patches:
+        content = resize_bicubic_pillow(picture.pixels[:, :, :3], plan.content)
+        page = place(content, plan.canvas, plan.offset, fill=_FILL)
+        return Patches(torch.from_numpy(patchify(page, self.vision.patch_size)), plan)
+
+    def token_map(self, plan: Plan) -> np.ndarray:
+        down, across = token_grid(*plan.grid_thw[1:], self.vision.downsample_ratio)
+        return 1 + np.arange(down)[:, None] * (across + 1) + np.arange(across)
+
+    def build_tower(self, device: torch.device, dtype: torch.dtype) -> DeepSeekTower:
+        name = "vision.patch_embed.proj.weight"
+        kernel = self.checkpoint.shape(name) or ()
+        tower = DeepSeekTower(self.vision, self.out, self.table.to(device, dtype), len(kernel) == 4)
+        load_into(tower, self.checkpoint, _NAMES, _SCOPES, device, dtype)
+        return tower
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """What is needed of `text_config`."""
+
+    hidden_size: int = 5120
+
+
+class DeepSeekTower(nn.Module):
+    """Trunk, aligner, and the rows that frame an image."""
+
+    def __init__(self, config: VisionConfig, out: int, table: Tensor, kernel_axes: bool = False) -> None:
+        super().__init__()
+        self.ratio = config.downsample_ratio
+        width, patch = config.hidden_size, config.patch_size
+
+        def block() -> Block:
+            attention = Attention(width, config.num_attention_heads, bias=True)
+            mlp = PackedSwiGLU(width, config.intermediate_size)
+            return Block(RMSNorm(width, _NORM_EPS), attention, RMSNorm(width, _NORM_EPS), mlp)
+
+        # Some ports keep the patch embedding as a convolution's kernel, in the same order.
+        inputs = (_CHANNELS, patch, patch) if kernel_axes else (_CHANNELS * patch**2,)
+        self.trunk = Trunk(
+            table,
+            Linear(width, *inputs),
+            (block() for _ in range(config.num_hidden_layers)),
+            RMSNorm(width, _NORM_EPS),
+            theta=config.rope_theta,
+        )
+        self.aligner = GeluMLP(width * self.ratio**2, out, out=out, bias=True)
+        self.image_start, self.image_newline, self.image_end = (parameter(out) for _ in range(3))
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """uint8 [sum(h·w), 3·patch²] and a grid (1, h, w) an image -> the images' spans [rows, out]."""
+        parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
+        cells = [self._cells(part, grid) for part, grid in zip(parts, grids, strict=True)]
+        rows = self.aligner(torch.cat(cells)).split([len(cell) for cell in cells])
+        return torch.cat([self._span(part, grid) for part, grid in zip(rows, grids, strict=True)])
+
+    def _cells(self, x: Tensor, grid: Grid) -> Tensor:
+        """[h·w, width] -> a row a cell of ratio x ratio patches, flattened as (channel, y, x); what a
+        cell has beyond the grid is zero.
+        """
+        _, h, w = grid
+        ratio = self.ratio
+        x = F.pad(x.view(h, w, -1), (0, 0, 0, -w % ratio, 0, -h % ratio))
+        down, across = token_grid(h, w, ratio)
+        return x.view(down, ratio, across, ratio, -1).permute(0, 2, 4, 1, 3).reshape(down * across, -1)
+
+    def _span(self, rows: Tensor, grid: Grid) -> Tensor:
+        """start, every token row with a newline behind it, end."""
+        down, across = token_grid(*grid[1:], self.ratio)
+        newlines = self.image_newline.expand(down, 1, -1)
+        body = torch.cat((rows.view(down, across, -1), newlines), dim=1).flatten(0, 1)
+        return torch.cat((self.image_start.unsqueeze(0), body, self.image_end.unsqueeze(0)))

@@ -1,0 +1,256 @@
+"""Kimi-K3 (`kimi_k3`): MoonViT vision tower, patch merger and projector.
+
+The reference is the checkpoint's own remote code; formulas below are its.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..contract import ImageSize, Patches, Plan
+from ..media.geometry import Background, over_background, place, resize_native
+from ..media.patches import patchify
+from ..media.picture import Picture
+from .family import Family, check_agreement, check_heads, read_settings, require, section
+from .layers import Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm
+from .trunk import PositionTable, Trunk, load_into
+from .weights import Checkpoint
+
+_CHANNELS = 3
+_MERGE = 2
+_ROPE_THETA = 1e4
+# nn.RMSNorm without an eps takes float32's, for bfloat16 too, since torch 2.7. Ports made on older
+# versions hard-code bfloat16's 2^-7; which one the model was served with first is not known.
+_RMS_EPS = torch.finfo(torch.float32).eps
+_LAYER_NORM_EPS = 1e-5
+_SCOPES = ("vision_tower.", "mm_projector.")
+# The module's names on the left, the checkpoint's on the right, which GGUF-like ports have otherwise.
+_NAMES = (
+    ("norm1.", "norm0."),
+    ("norm2.", "norm1."),
+    ("attn.qkv", "wqkv"),
+    ("attn.proj", "wo"),
+    ("mlp.up", "mlp.fc0"),
+    ("mlp.down", "mlp.fc1"),
+    ("trunk.embed", "vision_tower.patch_embed.proj"),
+    ("trunk.positions", "vision_tower.patch_embed.pos_emb"),
+    ("trunk.blocks", "vision_tower.encoder.blocks"),
+    ("trunk.norm", "vision_tower.encoder.final_layernorm"),
+    ("post_norm", "mm_projector.post_norm"),
+)
+_RELEASED = (("projector.up", "mm_projector.proj.0"), ("projector.down", "mm_projector.proj.2"))
+_PORTED = (("projector.up", "mm_projector.linear_1"), ("projector.down", "mm_projector.linear_2"))
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """`vision_config` of config.json; a missing key means what the code takes it to mean, which is not
+    always what the release says.
+    """
+
+    vt_hidden_size: int = 1024
+    vt_num_hidden_layers: int = 27
+    vt_num_attention_heads: int = 12
+    vt_intermediate_size: int = 4096
+    qkv_hidden_size: int = 1024
+    patch_size: int = 14
+    init_pos_emb_height: int = 64
+    init_pos_emb_width: int = 64
+    pos_emb_interpolation_mode: str = "bicubic"
+    norm_type: str = "layernorm"
+    attn_bias: bool = True
+    linear_bias: bool = True
+    patch_embed_proj_bias: bool = True
+    projector_ln_eps: float = 1e-5
+    text_hidden_size: int = 7168
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> VisionConfig:
+        where = "vision_config"
+        vision = dict(section(config, where))
+        width = vision.get("vt_hidden_size") or vision.get("hidden_size") or 1024
+        require(
+            vision,
+            where,
+            pos_emb_type="divided_fixed",
+            pos_emb_interpolation_mode=("bilinear", "bicubic"),
+            merge_type="sd2_tpool",
+            merge_kernel_size=[_MERGE, _MERGE],
+            norm_type=("rmsnorm", "layernorm"),
+            mlp_type="mlp2",
+            mm_projector_type="patchmergerv2",
+            projector_hidden_act="gelu",
+            mm_hidden_size=width,
+        )
+        vision["vt_hidden_size"] = width
+        vision["qkv_hidden_size"] = vision.get("qkv_hidden_size") or width
+        text = config.get("text_config")
+        if isinstance(text, dict) and text.get("hidden_size") is not None:
+            vision["text_hidden_size"] = text["hidden_size"]
+        read = read_settings(cls, vision, where)
+        heads = read.vt_num_attention_heads
+        check_heads(read.qkv_hidden_size, heads, "qkv_hidden_size / vt_num_attention_heads")
+        return read
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorConfig:
+    """`media_proc_cfg` of preprocessor_config.json."""
+
+    in_patch_limit: int = 65536
+    patch_size: int = 14
+    patch_limit_on_one_side: int = 512
+    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    transparent_bg_fill_stage: str = "before_resize"
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint) -> tuple[ProcessorConfig, Background | None]:
+        where = "media_proc_cfg"
+        file = "preprocessor_config.json"
+        config = section(checkpoint.read_json(file) or {}, where, file)
+        require(
+            config,
+            where,
+            merge_kernel_size=_MERGE,
+            fixed_output_tokens=(),
+            transparent_bg_fill_stage=("before_resize", "after_resize"),
+        )
+        read = read_settings(cls, config, where)
+        if config.get("transparent_bg_config") is None:
+            return read, None
+        background = section(config, "transparent_bg_config", where)
+        require(background, "transparent_bg_config", pattern=Background.PATTERNS)
+        return read, read_settings(Background, background, "transparent_bg_config")
+
+
+def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
+    """Content and canvas of one image: never enlarged, padded at the right and bottom; float64."""
+    patch, limit = processor.patch_size, processor.in_patch_limit
+    longest = processor.patch_limit_on_one_side * patch
+    width, height = size
+    scale = min(
+        1.0,
+        math.sqrt(limit / (max(1, width // patch) * max(1, height // patch))),
+        longest / width,
+        longest / height,
+    )
+    content_w = min(max(1, int(width * scale)), longest)
+    content_h = min(max(1, int(height * scale)), longest)
+    block = patch * _MERGE
+    canvas = ImageSize(-(-content_w // block) * block, -(-content_h // block) * block)
+    content = ImageSize(content_w, content_h)
+    return Plan.on_canvas(size, content, canvas, patch=patch, rows=lambda h, w: h * w // _MERGE**2)
+
+
+class KimiK3(Family):
+    """Kimi-K3 images."""
+
+    name = "kimi_k3"
+    model_type, architecture, kin = "kimi_k3", "KimiK3ForConditionalGeneration", "kimi"
+    merge = _MERGE
+    checkpoints = ("moonshotai/Kimi-K3",)
+
+    @classmethod
+    def resembles(cls, config: Mapping[str, Any]) -> str | None:
+        vision = config.get("vision_config")
+        if cls.named(config) and isinstance(vision, dict):  # K2.5 is told apart by its projector
+            if vision.get("mm_projector_type") != "patchmergerv2":
+                return f"mm_projector_type {vision.get('mm_projector_type')!r} is an older model's"
+            if "qkv_hidden_size" not in vision:
+                return "vision_config has no qkv_hidden_size"
+        return super().resembles(config)
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.vision = VisionConfig.read(checkpoint.config)
+        self.processor, self.background = ProcessorConfig.read(checkpoint)
+        check_agreement(patch_size=(self.processor.patch_size, self.vision.patch_size))
+        # x/255 in float64, then (x - mean) * (1/std) in float32, as the reference has it.
+        x = (np.arange(256) / 255.0).astype(np.float32)
+        mean, std = (
+            np.array(v, np.float32)[:, None] for v in (self.processor.image_mean, self.processor.image_std)
+        )
+        self.table = torch.from_numpy((x - mean) * (np.float32(1) / std))
+
+    @property
+    def preprocessing(self) -> Mapping[str, Any]:
+        background = None if self.background is None else asdict(self.background)
+        return asdict(self.processor) | {"background": background, "resize": "pillow bicubic, native mode"}
+
+    def plan(self, size: ImageSize) -> Plan:
+        return plan_image(size, self.processor)
+
+    def patches(self, picture: Picture, plan: Plan) -> Patches:
+        if self.processor.transparent_bg_fill_stage == "before_resize":
+            picture = Picture(over_background(picture, self.background))
+        content = over_background(resize_native(picture, plan.content), self.background)
+        page = place(content, plan.canvas, plan.offset, fill=0)
+        return Patches(torch.from_numpy(patchify(page, self.processor.patch_size)), plan)
+
+    def build_tower(self, device: torch.device, dtype: torch.dtype) -> KimiTower:
+        tower = KimiTower(self.vision, self.table.to(device, dtype))
+        ported = "mm_projector.linear_1.weight" in self.checkpoint.files
+        names = _NAMES + (_PORTED if ported else _RELEASED)
+        load_into(tower, self.checkpoint, names, _SCOPES, device, dtype)
+        for block in tower.trunk.blocks:
+            block.attn.pair_halves()
+        return tower
+
+
+class KimiTower(nn.Module):
+    """Trunk, merger and projector."""
+
+    def __init__(self, config: VisionConfig, table: Tensor) -> None:
+        super().__init__()
+        width, patch = config.vt_hidden_size, config.patch_size
+
+        def norm() -> nn.Module:
+            rms = config.norm_type == "rmsnorm"
+            return RMSNorm(width, _RMS_EPS) if rms else LayerNorm(width, _LAYER_NORM_EPS)
+
+        def block() -> Block:
+            heads, inner = config.vt_num_attention_heads, config.qkv_hidden_size
+            attention = Attention(width, heads, inner=inner, bias=config.attn_bias)
+            mlp = GeluMLP(width, config.vt_intermediate_size, bias=config.linear_bias, tanh=True)
+            return Block(norm(), attention, norm(), mlp)
+
+        self.trunk = Trunk(
+            table,
+            Linear(width, _CHANNELS, patch, patch, bias=config.patch_embed_proj_bias),
+            (block() for _ in range(config.vt_num_hidden_layers)),
+            norm(),
+            theta=_ROPE_THETA,
+            positions=PositionTable(
+                config.init_pos_emb_height,
+                config.init_pos_emb_width,
+                width,
+                config.pos_emb_interpolation_mode,
+            ),
+        )
+        merged = width * _MERGE**2
+        self.projector = GeluMLP(merged, merged, out=config.text_hidden_size, bias=False)
+        self.post_norm = RMSNorm(config.text_hidden_size, config.projector_ln_eps)
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """uint8 [sum(h·w), 3·patch²] and a grid (1, h, w) an image -> rows [sum(h·w) / 4, out]."""
+        if any(h % _MERGE or w % _MERGE for _, h, w in grids):
+            raise ValueError(f"the sides of grids {list(grids)} must be multiples of {_MERGE}")
+        parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
+        merged = [_merge(part, grid) for part, grid in zip(parts, grids, strict=True)]
+        rows = self.projector(torch.cat(merged))
+        return self.post_norm(rows).to(rows.dtype)
+
+
+def _merge(x: Tensor, grid: Grid) -> Tensor:
+    """[h·w, width] -> a row a 2x2 block, its patches in raster order."""
+    _, h, w = grid
+    blocks = x.view(h // _MERGE, _MERGE, w // _MERGE, _MERGE, -1).transpose(1, 2)
+    return blocks.reshape(h * w // _MERGE**2, -1)

@@ -1,0 +1,173 @@
+"""What the families' towers have in common, from bytes to the last norm, and how they get their values."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .layers import Block, Grid, LayerNorm, Linear, RMSNorm, Rotation, look_up, parameter, repeat_frame
+from .weights import Checkpoint
+
+Renames: TypeAlias = Sequence[tuple[str, str]]
+"""Pairs: a piece of a module's tensor name, and what it is in the checkpoint's. Applied in order."""
+
+
+class Trunk(nn.Module):
+    """Normalisation by table, patch embedding, positions, blocks, norm; for packed images.
+
+    table: [channels, 256], the value of each byte.
+    merge: patches of a merge x merge block are consecutive; 1 is raster order.
+    frames: equal frames that a still image's patch is made of.
+    """
+
+    def __init__(
+        self,
+        table: Tensor,
+        embed: Linear,
+        blocks: Iterable[Block],
+        norm: nn.Module,
+        *,
+        theta: float,
+        merge: int = 1,
+        frames: int = 1,
+        positions: PositionTable | None = None,
+    ) -> None:
+        super().__init__()
+        self.table, self.embed, self.norm, self.positions = table, embed, norm, positions
+        self.blocks: Sequence[Block] = nn.ModuleList(blocks)  # type: ignore[assignment]
+        self.theta, self.merge, self.frames = theta, merge, frames
+        self.tables = GridTables()
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """uint8 [sum(t·h·w), channels·patch²] and a grid an image -> float32 [sum(t·h·w), width]."""
+        _check_packing(patches, grids, self.merge)
+        pixels = repeat_frame(look_up(patches, self.table), self.frames)
+        x = self.embed(pixels).float()
+        device = x.device
+        if self.positions is not None:
+            make = self.positions.interpolated
+            x = x + torch.cat([self.tables.get(("positions", g), partial(make, g))[0] for g in grids])
+        rotate = partial(grid_rotation, self.merge, self.blocks[0].attn.head_dim, self.theta, device)
+        turns = _pack([self.tables.get(("turns", g), partial(rotate, g)) for g in grids])
+        lengths = [h * w for t, h, w in grids for _ in range(t)]  # frames do not see each other
+        for block in self.blocks:
+            x = block(x, turns, lengths)
+        return self.norm(x)
+
+
+def grid_rotation(merge: int, head_dim: int, theta: float, device: torch.device, grid: Grid) -> Rotation:
+    """The rotation of one grid's patches: angles (row·f, column·f) with f_k = theta^(-2k / (head_dim/2)),
+    where the patches of a merge x merge block are consecutive. Computed on `device`.
+    """
+    t, h, w = grid
+    half = head_dim // 2
+    steps = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
+    frequencies = 1.0 / (theta**steps)
+    blocks = (t, h // merge, w // merge, merge, merge)
+    row = torch.arange(h, dtype=torch.float32, device=device).view(1, -1, 1, merge, 1).expand(blocks)
+    column = torch.arange(w, dtype=torch.float32, device=device).view(1, 1, -1, 1, merge).expand(blocks)
+    angles = torch.cat([p.reshape(-1, 1) * frequencies for p in (row, column)], dim=1).unsqueeze(1)
+    return angles.cos(), angles.sin()
+
+
+class PositionTable(nn.Module):
+    """Learned positions on a fixed grid, interpolated to any other."""
+
+    def __init__(self, height: int, width: int, channels: int, mode: str) -> None:
+        super().__init__()
+        self.weight = parameter(height, width, channels)
+        self.mode = mode
+
+    def interpolated(self, grid: Grid) -> tuple[Tensor]:
+        """float32 [t·h·w, channels], in raster order."""
+        t, h, w = grid
+        table = self.weight.float()
+        if table.shape[:2] != (h, w):
+            planes = table.permute(2, 0, 1).unsqueeze(0)
+            table = F.interpolate(planes, (h, w), mode=self.mode, align_corners=False)[0].permute(1, 2, 0)
+        return (table.reshape(h * w, -1).repeat(t, 1),)
+
+
+class GridTables(threading.local):
+    """Tables that depend on nothing but a grid, kept so that they are computed once.
+
+    Each thread has its own: a replica's thread has its own stream, and a table made on one stream must
+    not be read on another that has not waited for it. The least recently used go when `max_bytes` are
+    exceeded; one that is larger is not kept.
+    """
+
+    def __init__(self, max_bytes: int = 64 * 1024**2) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self._tables: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> Any:
+        """The table under `key`, made if it is not there."""
+        if key in self._tables:
+            self._tables.move_to_end(key)
+            return self._tables[key]
+        table = make()
+        size = sum(part.untyped_storage().nbytes() for part in table)
+        if size <= self.max_bytes:
+            self._tables[key] = table
+            self.nbytes += size
+            while self.nbytes > self.max_bytes:
+                _, old = self._tables.popitem(last=False)
+                self.nbytes -= sum(part.untyped_storage().nbytes() for part in old)
+        return table
+
+
+def _pack(tables: Sequence[Rotation]) -> Rotation:
+    if len(tables) == 1:
+        return tables[0]
+    cos, sin = zip(*tables, strict=True)
+    return torch.cat(cos), torch.cat(sin)
+
+
+def _check_packing(patches: Tensor, grids: Sequence[Grid], merge: int) -> None:
+    """Raise ValueError unless the grids account for every patch and divide into merge blocks."""
+    total = sum(t * h * w for t, h, w in grids)
+    if total != patches.shape[0] or total == 0:
+        raise ValueError(f"got {patches.shape[0]} patches for grids {list(grids)} of {total} patches")
+    for grid in grids:
+        if grid[1] % merge or grid[2] % merge:
+            raise ValueError(f"the sides of grid {grid} must be multiples of {merge}")
+
+
+def load_into(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    renames: Renames,
+    scopes: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Give a declared module its values from a checkpoint, of which all under `scopes` must be known."""
+    declared = module.state_dict()
+    names = {name: rename(name, renames) for name in declared}
+    wanted = {names[name]: value for name, value in declared.items()}
+    tensors = checkpoint.load(wanted, scopes, device, dtype)
+    assign(module, {name: tensors[theirs] for name, theirs in names.items()})
+
+
+def rename(name: str, renames: Renames) -> str:
+    """A module's tensor name -> the checkpoint's."""
+    for ours, theirs in renames:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def assign(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a declared module its values; norms keep theirs in float32."""
+    module.load_state_dict(tensors, assign=True)
+    for part in module.modules():
+        if isinstance(part, (RMSNorm, LayerNorm)):
+            part.float()
+    module.requires_grad_(False).eval()
