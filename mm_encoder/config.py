@@ -15,6 +15,13 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
     return value
 
 
+def model_name(model: str | None, default: str) -> str:
+    """The name for metadata and identity. Raises TypeError for what is no str."""
+    if model is not None and not isinstance(model, str):
+        raise TypeError(f"model must be a str or None, got {type(model).__name__}")
+    return default if model is None else model
+
+
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
     """What one media item may weigh: `max_bytes` of source, `max_pixels` once decoded.

@@ -48,6 +48,9 @@ class Lane(Protocol):
     def wait(self) -> None:
         """Wait until everything enqueued on this lane so far is done; for nothing else."""
 
+    def settle(self) -> None:
+        """After a failed job: let nothing of it run on, so that what it left cannot fail the next."""
+
     def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
         """Register `result` with the stream that will read it."""
 
@@ -69,6 +72,9 @@ class CpuLane:
     def wait(self) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
     def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
         pass
 
@@ -78,7 +84,8 @@ class CudaLane:
 
     def __init__(self, device: torch.device, priority: int) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device=device, priority=priority)
+        # Torch clamps positive requests to 0; older releases refused them.
+        self._stream = torch.cuda.Stream(device=device, priority=min(priority, 0))
         self.priority = self._stream.priority
         # Blocking: the waiting thread sleeps rather than spins on a core the host needs.
         self._done = torch.cuda.Event(blocking=True)
@@ -91,10 +98,13 @@ class CudaLane:
             yield
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        # The buffer is free again: the previous job was waited for, hence its copy was.
+        # The buffer is free again: the previous job was waited for, or settled, hence its copy was.
         size = host.numel() * host.element_size()
-        if self._staging is None or self._staging.numel() < size:
-            self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        held = 0 if self._staging is None else self._staging.numel()
+        if self._staging is None or held < size:
+            # Pinning may wait for the device, so it happens rarely: at least twice as much each time.
+            size_now = max(size, 2 * held)
+            self._staging = torch.empty(size_now, dtype=torch.uint8, device="cpu", pin_memory=True)
         staged = self._staging[:size].view(host.dtype).view(host.shape)
         staged.copy_(host)
         return staged.to(self.device, non_blocking=True)
@@ -102,6 +112,12 @@ class CudaLane:
     def wait(self) -> None:
         self._done.record(self._stream)
         self._done.synchronize()
+
+    def settle(self) -> None:
+        try:
+            self.wait()
+        except Exception:
+            pass  # the job has failed already, and this is what it failed of
 
     def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
         # The memory belongs to the lane's stream: without this it could be given to the next job
@@ -124,9 +140,14 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+# How Torch says it in an ordinary RuntimeError: the CPU's allocator, pinning, cuBLAS.
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
 def out_of_memory(error: BaseException, what: str) -> DeviceOutOfMemoryError | None:
     """The library's error if `error` says that memory did not suffice for `what`, chained to it."""
-    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    plain = isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
+    if not plain and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return None
     ours = DeviceOutOfMemoryError(f"not enough memory for {what}")
     ours.__cause__ = error

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .config import ImageOptions, MediaLimits, require_int
+from .config import ImageOptions, MediaLimits, model_name, require_int
 from .contract import ImageResult
 from .device import Lane, consumer_stream, default_dtype, parse_device
-from .engine.job import Job
-from .engine.preprocess import start_preprocessing
+from .engine.job import Job, without_frames
+from .engine.preprocess import Prepare, preprocessing_thread
 from .engine.replica import BuildTower, Replica, ReplicaSettings, TowerFunction
 from .engine.scheduler import Scheduler
 from .errors import MediaError, MMEncoderError, PlanMismatchError
@@ -89,7 +93,7 @@ class Encoder:
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
         opened, self._family = load_family(checkpoint, family)
-        self.model = opened.name if model is None else model
+        self.model = model_name(model, opened.name)
         self.family = self._family.name
 
         build = _tower_builder(self._family, self.dtype)
@@ -97,15 +101,23 @@ class Encoder:
             self.model, self.device, stream_priority, _once(build) if share_weights else build
         )
         replicas = [Replica(i, settings, self._scheduler) for i in range(replicas_per_gpu)]
-        self._threads = [replica.thread for replica in replicas]
-        # An encoder that is dropped, or alive at interpreter exit, ends its threads all the same.
-        weakref.finalize(self, _end, self._scheduler, self._threads)
+        prepare = _preparation(self._family, self._limits, self.model)
+        self._threads: list[threading.Thread] = []  # those that were started
+        self._end = partial(_end, self._scheduler, self._threads)
+        atexit.register(self._end)
+        weakref.finalize(self, _abandon, self._scheduler, self._end).atexit = False
         try:
+            for replica in replicas:
+                replica.thread.start()
+                self._threads.append(replica.thread)
             self.stream_priority = [replica.loaded.result() for replica in replicas].pop()
+            for index in range(workers):
+                thread = preprocessing_thread(index, self._scheduler, prepare)
+                thread.start()
+                self._threads.append(thread)
         except BaseException:
             self.close()
             raise
-        self._threads += start_preprocessing(workers, self._scheduler, self._preparation())
         for index in range(replicas_per_gpu):
             logger.info(
                 "ready: %s (%s) replica %d of %d on %s, %s, stream priority %d",
@@ -127,29 +139,37 @@ class Encoder:
         PlanMismatchError before the tower runs. If an image is at fault its error is raised, with its
         index in the message, once nothing of the call is running any more.
         """
+        self._scheduler.require_open()
         single = is_image(images)
+        jobs: list[Job] = []
         futures: list[Future[ImageResult]] = []
+        job = future = None
         fault = threading.Event()
 
-        def watch(future: Future[ImageResult]) -> None:
-            if _failed(future):
+        def watch(done: Future[ImageResult]) -> None:
+            if not done.cancelled() and done.exception() is not None:
                 fault.set()
 
         try:
             for image, expected in _with_expected([images] if single else images, expected_tokens):
-                futures.append(self.submit(image, expected_tokens=expected, image_options=image_options))
-                futures[-1].add_done_callback(watch)
+                with _naming(None if single else len(jobs)):
+                    job = self._admit(image, expected, image_options)
+                jobs.append(job)
+                futures.append(job.future)
+                job.future.add_done_callback(watch)
                 if fault.is_set():
                     break  # its error is raised below; nothing more needs to begin
+            for index, future in enumerate(futures):
+                with _naming(None if single else index):
+                    future.result()
             return [future.result() for future in futures]
-        except (MMEncoderError, TypeError) as error:
-            if single:
-                raise
-            index = next((i for i, future in enumerate(futures) if _failed(future)), len(futures))
-            message = f"images[{index}]: {error}"
-            raise type(error)(message) from error.__cause__ or error
         finally:
             wait([future for future in futures if not future.cancel()])
+            self._scheduler.wait_prepared(jobs)
+            # What is raised holds this frame, which must not hold it, nor the results of the others.
+            futures.clear()
+            jobs.clear()
+            del job, future
 
     def submit(
         self,
@@ -162,53 +182,45 @@ class Encoder:
 
         The image is copied and its header read before this returns: it may be changed afterwards, and
         one that can be seen to be at fault fails its future without entering the queue. Cancelling a
-        queued job frees its slot; a running one finishes. Raises EncoderClosedError.
+        queued job frees its slot; a running one finishes. Callbacks on the future run in the engine's
+        threads: they must not wait, so they must not submit. Raises EncoderClosedError.
         """
+        self._scheduler.require_open()
         try:
-            source = self._family.open(image, self._limits, image_options)
-            plan = self._family.plan(source.size)
-            if expected_tokens is not None and expected_tokens != plan.rows:
-                raise PlanMismatchError(
-                    f"expected {expected_tokens} tokens, but this image makes {plan.rows}"
-                )
+            return self._admit(image, expected_tokens, image_options).future
         except (MediaError, PlanMismatchError) as error:
-            failed: Future[ImageResult] = Future()
-            failed.set_exception(error)
-            return failed
-        job = Job(source, plan, consumer_stream(self.device), nbytes=source.nbytes)
+            return _failed(without_frames(error))
+
+    def _admit(self, image: ImageInput, expected: int | None, options: ImageOptions | None) -> Job:
+        """Take a snapshot, plan it, and wait for a slot."""
+        source = self._family.open(image, self._limits, options)
+        plan = self._family.plan(source.size)
+        if expected is not None and require_int("expected_tokens", expected, 1) != plan.rows:
+            raise PlanMismatchError(f"expected {expected} tokens, but this image makes {plan.rows}")
+        nbytes = source.nbytes + 3 * plan.canvas.width * plan.canvas.height
+        job = Job(source, plan, consumer_stream(self.device), nbytes)
         self._scheduler.admit(job)
-        return job.future
-
-    def _preparation(self) -> Any:
-        """What a preprocessing thread does with a job; it must not keep the encoder alive."""
-        family, limits, model = self._family, self._limits, self.model
-
-        def prepare(job: Job) -> None:
-            source, job.source = job.source, None
-            assert source is not None
-            job.mm_hash = source.mm_hash(model)
-            job.stage_done("hash")
-            picture = source.decode(limits)
-            job.stage_done("decode")
-            job.patches = family.patches(picture, job.plan)
-            job.stage_done("patches")
-
-        return prepare
+        return job
 
     def encode_image(self, data: ImageInput) -> dict[str, torch.Tensor]:
         """Encode one image into named tensors: `embeddings` [rows, width] on the device, and int64
         `embedding_offsets` [2] and `grid_thws` [1, 3] on the CPU. Raises as `generate`.
         """
         rows, metadata = self.submit(data).result()
-        return {
-            "embeddings": rows,
-            "embedding_offsets": torch.tensor(metadata.embedding_offsets, device="cpu"),
-            "grid_thws": torch.tensor(metadata.grid_thws, device="cpu"),
-        }
+        with torch.inference_mode(False):  # ordinary tensors, wherever this is called from
+            return {
+                "embeddings": rows,
+                "embedding_offsets": torch.tensor(metadata.embedding_offsets, device="cpu"),
+                "grid_thws": torch.tensor(metadata.grid_thws, device="cpu"),
+            }
 
     def close(self) -> None:
-        """Stop admission, finish what was accepted, join every thread. Results live on; twice is fine."""
-        _end(self._scheduler, self._threads)
+        """Stop admission, finish what was accepted, join every thread. Results live on; twice is fine.
+
+        From a result's callback it stops admission and returns; the threads end by themselves.
+        """
+        self._end()
+        atexit.unregister(self._end)
 
     def __enter__(self) -> Encoder:
         return self
@@ -236,8 +248,39 @@ def _with_expected(items: Any, expected: Iterable[int] | None) -> Iterator[tuple
     return zip(items, counts, strict=True)
 
 
-def _failed(future: Future[ImageResult]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is not None
+@contextmanager
+def _naming(index: int | None) -> Iterator[None]:
+    """Put an image's index before the message of what is raised for it."""
+    try:
+        yield
+    except (MMEncoderError, TypeError) as error:
+        if index is None:
+            raise
+        named = type(error)(f"images[{index}]: {error}")
+        named.__notes__ = list(getattr(error, "__notes__", ()))
+        raise named from error.__cause__ or error
+
+
+def _failed(error: BaseException) -> Future[ImageResult]:
+    future: Future[ImageResult] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _preparation(family: Family, limits: MediaLimits, model: str) -> Prepare:
+    """What a preprocessing thread does with a job."""
+
+    def prepare(job: Job) -> None:
+        source, job.source = job.source, None
+        assert source is not None
+        job.mm_hash = source.mm_hash(model)
+        job.stage_done("hash")
+        picture = source.decode(limits)
+        job.stage_done("decode")
+        job.patches = family.patches(picture, job.plan)
+        job.stage_done("patches")
+
+    return prepare
 
 
 def _tower_builder(family: Family, dtype: torch.dtype) -> BuildTower:
@@ -264,6 +307,15 @@ def _once(build: BuildTower) -> BuildTower:
 
 def _end(scheduler: Scheduler, threads: list[threading.Thread]) -> None:
     scheduler.close()
-    for thread in threads:
-        if thread is not threading.current_thread():  # close() may be called from a result's callback
+    if threading.current_thread() not in threads:  # two callbacks that close would wait for each other
+        for thread in threads:
             thread.join()
+
+
+def _abandon(scheduler: Scheduler, at_exit: Callable[[], None]) -> None:
+    """End an encoder that was dropped. Garbage collection may run in any thread at any point, inside the
+    scheduler's lock too, so the lock is taken in a thread of its own.
+    """
+    atexit.unregister(at_exit)
+    if not scheduler.closed:
+        _thread.start_new_thread(scheduler.close, ())

@@ -52,4 +52,4 @@ class ReplicaError(MMEncoderError):
 
 
 class DeviceOutOfMemoryError(ReplicaError):
-    """The device had no room for this job; the encoder goes on with the next."""
+    """Device or host memory did not suffice for this job; the encoder goes on with the next."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .config import ImageOptions, MediaLimits, require_int
+from .config import ImageOptions, MediaLimits, model_name, require_int
 from .contract import ImageSize, MediaPlan, Plan
 from .families.registry import load_family
 from .media.source import ImageInput
@@ -22,21 +22,21 @@ class MediaPlanner:
     def __init__(self, checkpoint: str | Path, model: str | None = None, family: str | None = None) -> None:
         opened, self._family = load_family(checkpoint, family)
         self._limits = MediaLimits()
-        self.model = opened.name if model is None else model
+        self.model = model_name(model, opened.name)
         self.family = self._family.name
         self.preprocessing_hash = self._family.preprocessing_hash
 
     def plan(
         self, image: ImageInput | tuple[int, int], *, image_options: ImageOptions | None = None
     ) -> MediaPlan:
-        """The plan of an image, of which only the header is read, or of a (width, height) as shown.
+        """The plan of an image, of which only the header is read (but a path's file is read, and a data
+        URL decoded, whole), or of a (width, height) as shown.
 
         Raises MediaError; TypeError or ValueError for a size that is not two positive ints.
         """
         if isinstance(image, tuple):
             return self._public(self._family.plan(_size(image)))
-        source = self._family.open(image, self._limits, image_options)
-        return self._public(self._family.plan(source.size))
+        return self._public(self._family.plan(self._family.size_of(image, self._limits, image_options)))
 
     def prepare_inputs(
         self,
@@ -50,11 +50,12 @@ class MediaPlanner:
         """
         source = self._family.open(image, self._limits, image_options)
         plan = self._family.plan(source.size)
-        patches = self._family.patches(source.decode(self._limits), plan)
-        return self._public(plan), {
-            "pixel_values": self._family.pixel_values(patches, dtype),
-            "grid_thws": torch.tensor([plan.grid_thw], dtype=torch.int64, device="cpu"),
-        }
+        with torch.inference_mode(False):  # ordinary tensors, wherever this is called from
+            patches = self._family.patches(source.decode(self._limits), plan)
+            return self._public(plan), {
+                "pixel_values": self._family.pixel_values(patches, dtype),
+                "grid_thws": torch.tensor([plan.grid_thw], dtype=torch.int64, device="cpu"),
+            }
 
     def _public(self, plan: Plan) -> MediaPlan:
         return MediaPlan(
@@ -71,4 +72,5 @@ class MediaPlanner:
 def _size(size: tuple[int, int]) -> ImageSize:
     if len(size) != 2:
         raise ValueError(f"a size is (width, height), got {size!r}")
-    return ImageSize(*(require_int(n, v, 1) for n, v in zip(("width", "height"), size, strict=True)))
+    sides = zip(("width", "height"), size, strict=True)
+    return ImageSize(*(require_int(name, side, 1, 2**31 - 1) for name, side in sides))

@@ -34,7 +34,10 @@ from mm_encoder import (
     MediaTooLargeError,
     PlanMismatchError,
     ReplicaError,
+    UnsupportedMediaError,
 )
+from mm_encoder.engine.job import Job
+from mm_encoder.engine.scheduler import Scheduler
 from mm_encoder.families.glm53 import Glm53, GlmTower
 
 
@@ -256,23 +259,66 @@ def test_a_bad_image_is_named_by_its_index_and_the_encoder_goes_on(encoder: Enco
     assert len(encoder.generate(images[:2])) == 2
 
 
+def test_the_index_is_the_items_that_was_at_fault(encoder: Encoder) -> None:
+    good, cut = png(30, 30), png(30, 30)[:-30]
+    with pytest.raises(MediaError, match=r"^images\[\d\]: ") as caught:
+        encoder.generate([good, cut, good, b"nothing"])
+    assert str(caught.value)[:10] in ("images[1]:", "images[3]:")
+    assert ("truncated" in str(caught.value)) == str(caught.value).startswith("images[1]")
+    with pytest.raises(TypeError, match="^from the iterable"):
+        encoder.generate(good for _ in iter_then_raise(TypeError("from the iterable")))
+    with pytest.raises(TypeError, match="^'int' object is not iterable"):
+        encoder.generate(5)  # type: ignore[arg-type]
+
+
+def iter_then_raise(error: Exception) -> Iterator[int]:
+    yield 0
+    raise error
+
+
 def test_after_a_failed_generate_nothing_is_left_running(
-    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-    forward = GlmTower.forward
+    preparing, most = 0, 0
+    lock = threading.Lock()
+    patches = Glm53.patches
 
-    def counted(tower: GlmTower, *arguments: Any) -> torch.Tensor:
-        calls.append(threading.get_ident())
-        return forward(tower, *arguments)
+    def slow(*arguments: Any) -> Any:
+        nonlocal preparing, most
+        with lock:
+            preparing += 1
+            most = max(most, preparing)
+        try:
+            threading.Event().wait(0.02)
+            return patches(*arguments)
+        finally:
+            with lock:
+                preparing -= 1
 
-    monkeypatch.setattr(GlmTower, "forward", counted)
+    monkeypatch.setattr(Glm53, "patches", slow)
+    images = mixed(30)
+    images[3] = images[3][:-20]
+    with Encoder(glm53_checkpoint, device="cpu", queue_depth=8, preprocess_workers=4) as encoder:
+        for _ in range(3):
+            with pytest.raises(MediaError, match=r"^images\[3\]: "):
+                encoder.generate(images)
+            assert preparing == 0
+            assert encoder._scheduler.held == (0, 0)
+    assert most > 1
+
+
+def test_a_later_item_is_not_begun_after_a_fault(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+    patches = Glm53.patches
+
+    def counted(*arguments: Any) -> Any:
+        begun.append(1)
+        return patches(*arguments)
+
+    monkeypatch.setattr(Glm53, "patches", counted)
     with pytest.raises(MediaError):
-        encoder.generate([b"not an image", *mixed(20)])
-    count = len(calls)
-    assert encoder._scheduler.held == (0, 0)
-    encoder.generate(png(10, 10))
-    assert len(calls) == count + 1
+        encoder.generate([png(20, 20)[:-20], *([png(20, 20)] * 500)])
+    assert len(begun) < 400
 
 
 def test_submit_returns_a_failed_future_for_bad_media(encoder: Encoder) -> None:
@@ -319,6 +365,77 @@ def test_limits_hold(glm53_checkpoint: Path) -> None:
             encoder.generate(np.zeros((10, 11), np.uint8))
 
 
+def test_a_kept_fault_keeps_nothing_alive(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Canary(np.ndarray):
+        pass
+
+    def array() -> Canary:
+        return np.full((10, 10, 7), 3, np.uint8).view(Canary)
+
+    gc.collect()
+    gc.disable()
+    try:
+        bad = array()
+        watch = weakref.ref(bad)
+        error = encoder.submit(bad).exception()
+        del bad
+        assert isinstance(error, UnsupportedMediaError)
+        assert watch() is None
+        watch_error = weakref.ref(error)
+        del error
+        assert watch_error() is None
+    finally:
+        gc.enable()
+
+
+def test_a_kept_engine_fault_keeps_no_tower(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    towers: list[weakref.ref[GlmTower]] = []
+    build = Glm53.build_tower
+
+    def watched(*arguments: Any) -> GlmTower:
+        tower = build(*arguments)
+        towers.append(weakref.ref(tower))
+        return tower
+
+    monkeypatch.setattr(Glm53, "build_tower", watched)
+    monkeypatch.setattr(GlmTower, "forward", lambda *_: 1 / 0)
+    with Encoder(glm53_checkpoint, device="cpu") as encoder:
+        error = encoder.submit(png(20, 20)).exception()
+        with pytest.raises(ReplicaError) as raised:
+            encoder.generate(png(20, 20))
+    del encoder
+    gc.collect()
+    assert towers[0]() is None
+    for kept in (error, raised.value):
+        assert isinstance(kept, ReplicaError)
+        assert isinstance(kept.__cause__, ZeroDivisionError)
+        assert any("in _encode" in note for note in kept.__notes__)  # the frames, as text
+
+
+def test_a_failed_generate_keeps_no_results(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    watches: list[weakref.ref[torch.Tensor]] = []
+    forward = GlmTower.forward
+
+    def watched(tower: GlmTower, *arguments: Any) -> torch.Tensor:
+        rows = forward(tower, *arguments)
+        watches.append(weakref.ref(rows))
+        return rows
+
+    monkeypatch.setattr(GlmTower, "forward", watched)
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            encoder.generate([png(20, 20), png(21, 20), png(22, 20), png(23, 20)[:-30]])
+        except MediaError:
+            pass
+        monkeypatch.setattr(GlmTower, "forward", forward)
+        encoder.generate(png(20, 20))  # the replica has let go of the job before
+        assert all(watch() is None for watch in watches)
+    finally:
+        gc.enable()
+
+
 class Unruly:
     """A tower whose every third call fails as told, from a frame that holds a tensor."""
 
@@ -345,6 +462,7 @@ class Unruly:
         (RuntimeError("CUDA error: something"), ReplicaError),
         (torch.OutOfMemoryError("CUDA out of memory"), DeviceOutOfMemoryError),
         (MemoryError(), DeviceOutOfMemoryError),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), DeviceOutOfMemoryError),
         (SystemExit(1), ReplicaError),
     ],
 )
@@ -473,8 +591,11 @@ def test_close_finishes_accepted_work_and_joins_every_thread(glm53_checkpoint: P
     assert threads_of_the_library() == []
     encoder.close()
     for call in (encoder.generate, encoder.submit, encoder.encode_image):
-        with pytest.raises(EncoderClosedError):
-            call(png(10, 10))
+        for image in (png(10, 10), b"nothing"):
+            with pytest.raises(EncoderClosedError):
+                call(image)
+    with pytest.raises(EncoderClosedError):
+        encoder.generate([])
 
 
 def test_close_from_a_result_callback(glm53_checkpoint: Path) -> None:
@@ -489,6 +610,63 @@ def test_close_from_a_result_callback(glm53_checkpoint: Path) -> None:
     assert closed.wait(30)
     encoder.close()
     assert threads_of_the_library() == []
+
+
+def test_two_callbacks_that_close_do_not_wait_for_each_other(glm53_checkpoint: Path) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=2)
+    both = threading.Barrier(2, timeout=30)
+    closed = threading.Semaphore(0)
+
+    def on_result(_: Future[ImageResult]) -> None:
+        both.wait()
+        encoder.close()
+        closed.release()
+
+    for _ in range(2):
+        encoder.submit(png(20, 20)).add_done_callback(on_result)
+    assert closed.acquire(timeout=30)
+    assert closed.acquire(timeout=30)
+    encoder.close()
+    assert threads_of_the_library() == []
+
+
+@pytest.mark.parametrize("data", [png(20, 20), png(20, 20)[:-20]])
+def test_a_callback_that_exits_ends_no_thread_of_the_engine(
+    encoder: Encoder, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    def leave(_: Future[ImageResult]) -> None:
+        sys.exit(3)
+
+    for _ in range(5):
+        future = encoder.submit(data)
+        future.add_done_callback(leave)
+        future.exception(timeout=30)
+    assert encoder.generate(png(20, 20))
+    assert "a callback on a result failed" in caplog.text
+
+
+def test_an_encoder_collected_inside_its_own_lock_ends(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = Scheduler._release
+
+    def collecting(scheduler: Scheduler, job: Job) -> None:
+        release(scheduler, job)
+        gc.collect()
+
+    monkeypatch.setattr(Scheduler, "_release", collecting)
+    encoder = Encoder(glm53_checkpoint, device="cpu")
+    encoder.itself = encoder  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        encoder.submit(png(100, 100))
+        threads = threads_of_the_library()
+        del encoder
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+    finally:
+        gc.enable()
 
 
 def test_close_waits_in_every_thread_that_calls_it(glm53_checkpoint: Path, gate: Gate) -> None:
@@ -512,10 +690,13 @@ def test_a_dropped_encoder_ends_its_threads(glm53_checkpoint: Path) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu")
     encoder.generate(png(20, 20))
     watch = weakref.ref(encoder)
+    threads = threads_of_the_library()
     del encoder
     gc.collect()
     assert watch() is None
-    assert threads_of_the_library() == []
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_an_encoder_alive_at_interpreter_exit_ends_cleanly(glm53_checkpoint: Path) -> None:
@@ -533,6 +714,23 @@ def test_an_encoder_alive_at_interpreter_exit_ends_cleanly(glm53_checkpoint: Pat
         check=False,
     )
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_a_thread_that_cannot_start_stops_the_others(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    for refused in ("replica-1", "prep-1"):
+
+        def failing(thread: threading.Thread, refused: str = refused) -> None:
+            if thread.name.endswith(refused):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", failing)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=2, preprocess_workers=2)
+        assert threads_of_the_library() == []
 
 
 @pytest.mark.parametrize(
@@ -588,6 +786,7 @@ def test_a_replica_that_fails_to_load_stops_the_others(
         ({"cache": object()}, NotImplementedError, "cache= is not built yet"),
         ({"batching": object()}, NotImplementedError, "batching= is not built yet"),
         ({"limits": 5}, TypeError, "limits must be a MediaLimits, got int"),
+        ({"model": 123}, TypeError, "model must be a str or None, got int"),
     ],
 )
 def test_impossible_arguments_raise_before_anything_starts(
@@ -596,6 +795,21 @@ def test_impossible_arguments_raise_before_anything_starts(
     with pytest.raises(error, match=message):
         Encoder(glm53_checkpoint, **({"device": "cpu"} | arguments))
     assert threads_of_the_library() == []
+
+
+def test_impossible_arguments_of_calls_raise(encoder: Encoder) -> None:
+    with pytest.raises(TypeError, match="image_options must be an ImageOptions, got dict"):
+        encoder.submit(png(10, 10), image_options={})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected_tokens must be an int, got str"):
+        encoder.submit(png(10, 10), expected_tokens="16")  # type: ignore[arg-type]
+
+
+def test_under_the_hosts_inference_mode_tensors_are_ordinary(glm53_checkpoint: Path) -> None:
+    with torch.inference_mode(), Encoder(glm53_checkpoint, device="cpu") as encoder:
+        named = encoder.encode_image(png(30, 30))
+        _, inputs = MediaPlanner(glm53_checkpoint).prepare_inputs(png(30, 30))
+    for name, value in (named | inputs).items():
+        assert not value.is_inference(), name
 
 
 def test_attributes_and_one_log_line_a_replica(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mm_encoder import Encoder, MediaDecodeError, MediaPlanner, MediaTooLargeError
+from mm_encoder import Encoder, ImageOptions, MediaDecodeError, MediaPlanner, MediaTooLargeError
 
 
 def jpeg(width: int, height: int) -> bytes:
@@ -70,6 +70,7 @@ def test_inputs_have_the_references_shape_and_dtype(glm53_checkpoint: Path, dtyp
         ((5, 5, 3), ValueError),
         ((5.0, 5), TypeError),
         ((True, 5), TypeError),
+        ((1, 10**400), ValueError),
         (("5", "5"), TypeError),
     ],
 )
@@ -84,3 +85,46 @@ def test_what_the_encoder_would_refuse_is_refused(glm53_checkpoint: Path) -> Non
         planner.plan(b"nothing")
     with pytest.raises(MediaTooLargeError):
         planner.plan(np.broadcast_to(np.uint8(0), (50_000, 50_000)))
+
+
+class Untouchable(np.ndarray):
+    """Fails when its elements are read."""
+
+    def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the pixels were read")
+
+
+def test_arrays_and_pillow_images_are_not_read(glm53_checkpoint: Path) -> None:
+    planner = MediaPlanner(glm53_checkpoint)
+    whole = jpeg(640, 480)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(whole)).save(buffer, "JPEG", exif=exif)
+    opened = Image.open(io.BytesIO(buffer.getvalue()[:-2000]))  # loading it would fail
+    assert planner.plan(opened).original_size == (480, 640)
+    stored = ImageOptions(exif_orientation=False)
+    assert planner.plan(opened, image_options=stored).original_size == (640, 480)
+    assert opened.fp is not None
+    assert planner.plan(np.zeros((480, 640, 3)).view(Untouchable)).original_size == (640, 480)
+    with pytest.raises(TypeError, match="image_options must be"):
+        planner.plan(whole, image_options=6)  # type: ignore[arg-type]
+
+
+def test_the_sizes_of_every_kind_of_image_agree(glm53_checkpoint: Path, tmp_path: Path) -> None:
+    planner = MediaPlanner(glm53_checkpoint)
+    data = jpeg(33, 70)
+    (tmp_path / "x.jpg").write_bytes(data)
+    opened = Image.open(io.BytesIO(data))
+    tiff = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    opened.save(tiff, "TIFF", exif=exif)
+    turned = planner.plan(Image.open(tiff))
+    assert turned.original_size == (70, 33)
+    assert turned.grid_thws == planner.prepare_inputs(Image.open(tiff))[0].grid_thws
+    for image in (data, tmp_path / "x.jpg", opened, np.asarray(opened)):
+        plan, inputs = planner.prepare_inputs(image)
+        assert planner.plan(image) == plan
+        assert plan.original_size == (33, 70)
+        assert len(inputs["pixel_values"]) == np.prod(plan.grid_thws[0])

@@ -1,7 +1,8 @@
 """The command `mm-encoder`: image files to a safetensors file of embedding rows, and what surrounds it.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 all good; 1 some images were at fault,
-the rest is done; 2 nothing was done. Needs the extra `cli`; without it `main` says so.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 all good; 1 images were at fault, the
+rest, if any, is done; 2 an argument, the checkpoint or a file to be written was. Needs the extra `cli`;
+without it `main` says so.
 """
 
 from __future__ import annotations

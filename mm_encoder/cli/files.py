@@ -20,7 +20,7 @@ from ..encoder import Encoder
 from ..errors import MMEncoderError
 from ..runtime import identity
 
-FAULTS = (MMEncoderError, ValueError, OSError, SafetensorError)
+FAULTS = (MMEncoderError, ValueError, OSError, MemoryError, SafetensorError)
 """What is at fault outside this program: an image, an argument, a file."""
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"}

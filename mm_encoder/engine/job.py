@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..contract import ImageResult, Patches, Plan
 from ..device import out_of_memory
 from ..errors import MMEncoderError, ReplicaError
 from ..media.source import Source
+
+logger = logging.getLogger("mm_encoder")
+
+E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -44,10 +50,6 @@ class Job:
         self.timings.append((stage, (now - self._mark) * 1e3))
         self._mark = now
 
-    def succeed(self, result: ImageResult) -> None:
-        """Hand the result to the caller; the job must be running (see `start`)."""
-        self.future.set_result(result)
-
     def start(self) -> bool:
         """Point of no return for cancellation; False when the caller has cancelled."""
         with self._lock:
@@ -64,21 +66,49 @@ class Job:
                 self._told = True
                 self.future.set_running_or_notify_cancel()
 
+    def succeed(self, result: ImageResult) -> None:
+        """Hand the result to the caller; the job must be running (see `start`)."""
+        _resolve(self.future.set_result, result)
+
     def fail(self, error: BaseException) -> None:
         """Hand `error`, as one of the library's, to the caller unless they have cancelled."""
         self.source = self.patches = None
         if self.future.running() or self.start():
-            self.future.set_exception(_as_ours(error))
+            _resolve(self.future.set_exception, _as_ours(error))
+
+
+def without_frames(error: E) -> E:
+    """`error`, from which no frame can be reached: a kept exception must not keep pictures, tensors or
+    weights alive, nor itself, through the frames that it went through.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            waiting += (link.__cause__, link.__context__)
+    return error
 
 
 def _as_ours(error: BaseException) -> MMEncoderError:
-    # A kept exception must not keep pictures and tensors: the frames that it went through let go.
-    traceback.clear_frames(error.__traceback__)
     if isinstance(error, MMEncoderError):
-        return error
+        return without_frames(error)
     full = out_of_memory(error, "this image; the encoder goes on with the next")
     if full is not None:
-        return full
+        return without_frames(full)
     failed = ReplicaError(f"encoding failed: {type(error).__name__}: {error}")
     failed.__cause__ = error
-    return failed
+    # What the frames would have told, as text.
+    failed.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
+    return without_frames(failed)
+
+
+def _resolve(setter: Callable[[Any], None], value: Any) -> None:
+    try:
+        setter(value)
+    except BaseException:
+        # From a done-callback, where only plain Exceptions are caught: sys.exit() in it must not end
+        # the engine's thread.
+        logger.exception("a callback on a result failed")

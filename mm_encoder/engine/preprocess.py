@@ -1,4 +1,4 @@
-"""Preprocessing threads: decode, cut into patches, hash; all of it outside the GIL where it takes time."""
+"""Preprocessing threads: hash, decode and cut into patches, outside the GIL where it takes time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ Prepare = Callable[[Job], None]
 """Fills in `patches` and `mm_hash` and may raise; runs in a preprocessing thread."""
 
 
-def start_preprocessing(count: int, scheduler: Scheduler, prepare: Prepare) -> list[threading.Thread]:
-    """Start `count` threads that prepare queued jobs until the scheduler is closed and empty."""
-    threads = [
-        threading.Thread(target=_run, args=(scheduler, prepare), name=f"mm-encoder-prep-{i}", daemon=True)
-        for i in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
+def preprocessing_thread(index: int, scheduler: Scheduler, prepare: Prepare) -> threading.Thread:
+    """A thread, not yet started, that prepares queued jobs until the scheduler is closed and empty."""
+    name = f"mm-encoder-prep-{index}"
+    return threading.Thread(target=_run, args=(scheduler, prepare), name=name, daemon=True)
 
 
 def _run(scheduler: Scheduler, prepare: Prepare) -> None:
@@ -31,5 +26,6 @@ def _run(scheduler: Scheduler, prepare: Prepare) -> None:
                 prepare(job)
         except BaseException as error:
             job.fail(error)
-        scheduler.prepared(job)
+        finally:
+            scheduler.prepared(job)
         del job  # an idle thread keeps no picture alive

@@ -12,7 +12,7 @@ import torch
 from ..contract import ImageMetadata, ImageResult
 from ..device import Lane, open_lane, out_of_memory
 from ..errors import ReplicaError
-from .job import Job
+from .job import Job, without_frames
 from .scheduler import Scheduler
 
 TowerFunction = Callable[[torch.Tensor, Sequence[tuple[int, int, int]]], torch.Tensor]
@@ -31,13 +31,12 @@ class ReplicaSettings:
 
 
 class Replica:
-    """Starts its thread at once; `loaded` resolves to the granted stream priority, or to what failed."""
+    """`loaded` resolves to the granted stream priority, or to what failed, once `thread` is started."""
 
     def __init__(self, index: int, settings: ReplicaSettings, scheduler: Scheduler) -> None:
         self._settings, self._scheduler = settings, scheduler
         self.loaded: Future[int] = Future()
         self.thread = threading.Thread(target=self._run, name=f"mm-encoder-replica-{index}", daemon=True)
-        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -51,7 +50,8 @@ class Replica:
         except BaseException as error:
             if self.loaded.done():
                 raise
-            self.loaded.set_exception(out_of_memory(error, "the weights of a replica") or error)
+            ours = out_of_memory(error, "the weights of a replica") or error
+            self.loaded.set_exception(without_frames(ours))
 
     def _run_job(self, lane: Lane, tower: TowerFunction, job: Job) -> None:
         job.stage_done("wait")
@@ -60,6 +60,7 @@ class Replica:
         try:
             result = self._encode(lane, tower, job)
         except BaseException as error:
+            lane.settle()
             job.fail(error)
         else:
             job.succeed(result)

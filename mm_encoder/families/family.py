@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from ..config import ImageOptions, MediaLimits
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, UnsupportedMediaError
 from ..media.picture import Picture
-from ..media.source import ImageInput, Source, open_source
+from ..media.source import ImageInput, Source, open_source, size_of
 from .layers import Grid, look_up
 from .weights import Checkpoint
 
@@ -92,8 +93,18 @@ class Family(ABC):
 
     def open(self, image: ImageInput, limits: MediaLimits, options: ImageOptions | None) -> Source:
         """`open_source`; what is no still image is refused in the family's name."""
-        try:
+        with self._in_its_name():
             return open_source(image, limits, options)
+
+    def size_of(self, image: ImageInput, limits: MediaLimits, options: ImageOptions | None) -> ImageSize:
+        """`media.source.size_of`, likewise."""
+        with self._in_its_name():
+            return size_of(image, limits, options)
+
+    @contextmanager
+    def _in_its_name(self) -> Iterator[None]:
+        try:
+            yield
         except UnsupportedMediaError as error:
             raise UnsupportedMediaError(f"{self.name} takes still images: {error}") from None
 

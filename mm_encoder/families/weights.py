@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from ..errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
-_PLAIN = ("F32", "F16", "BF16")  # anything else under a tower's prefix is quantised
+_PLAIN = ("F64", "F32", "F16", "BF16")  # anything else under a tower's prefix is quantised
 _LISTED = 8  # names given of each kind in an error
 
 
@@ -42,7 +42,7 @@ class Checkpoint:
             value = json.loads((self.path / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{name} cannot be read: {error}") from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{name} must hold an object, got {type(value).__name__}")
@@ -89,7 +89,9 @@ class Checkpoint:
         wrong, quantised = faults.setdefault("misshapen", []), faults.setdefault("quantised", [])
         for file, inside in by_file.items():
             with self._open(file) as shard:
-                for name in inside:
+                there = set(shard.keys())
+                faults["missing"] += [f"{name} in {file}" for name in inside if name not in there]
+                for name in sorted(there.intersection(inside)):
                     entry = shard.get_slice(name)
                     shape, kind = tuple(entry.get_shape()), entry.get_dtype()
                     if shape != wanted[name].shape:
@@ -116,7 +118,7 @@ class Checkpoint:
             weight_map = index.get("weight_map")
             if not isinstance(weight_map, dict):
                 raise CheckpointError(f"{_INDEX} has no weight_map")
-            for file in set(weight_map.values()):
+            for file in weight_map.values():
                 if not isinstance(file, str) or Path(file).name != file:
                     raise CheckpointError(f"{_INDEX} names {file!r}, which is no file beside it")
             return dict(weight_map)

@@ -50,8 +50,11 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the snapshot plus those of its pixels once decoded to RGB."""
-        return (len(self.encoded) if self.encoded is not None else 0) + 3 * self.size[0] * self.size[1]
+        """Bytes of the snapshot plus those of its pixels once decoded, at most."""
+        if self.picture is not None:
+            return self.picture.pixels.nbytes * (1 if self.picture.native is None else 2)
+        assert self.encoded is not None
+        return len(self.encoded) + 4 * self.size.width * self.size.height
 
     def decode(self, limits: MediaLimits) -> Picture:
         """The decoded image, as shown. Raises MediaError."""
@@ -63,9 +66,9 @@ class Source:
     def mm_hash(self, model: str) -> str:
         """SHA-256, in hex, over the framed model name, kind of source and source content.
 
-        Options are not part of it: it names what the caller gave.
+        Options are not part of it, but pixels count as they are shown.
         """
-        fields: list[bytes | memoryview] = [b"mm_encoder.media.1", model.encode()]
+        fields: list[bytes | memoryview] = [b"mm_encoder.media.1", model.encode(errors="surrogatepass")]
         if self.encoded is not None:
             fields += [b"image", self.encoded]
         else:
@@ -88,7 +91,7 @@ def open_source(image: ImageInput, limits: MediaLimits, options: ImageOptions | 
     image is loaded here, by the host's Pillow and under its settings.
     Raises MediaError for bad media, TypeError for something that is no image at all.
     """
-    options = options or ImageOptions()
+    options = _checked(options)
     if isinstance(image, (np.ndarray, Image.Image)):
         return _open_pixels(image, limits, options)
     if isinstance(image, (bytes, bytearray, memoryview)):
@@ -105,6 +108,31 @@ def open_source(image: ImageInput, limits: MediaLimits, options: ImageOptions | 
         )
     size = read_header(data, limits).shown(options.exif_orientation)
     return Source(size, options, encoded=data)
+
+
+def size_of(image: ImageInput, limits: MediaLimits, options: ImageOptions | None = None) -> ImageSize:
+    """The size of `image` as shown, as `open_source` would find it; arrays and Pillow images are neither
+    copied nor loaded.
+    """
+    options = _checked(options)
+    if isinstance(image, np.ndarray):
+        size = _array_size(image)
+        check_pixels(size, limits, "the array")
+        return size
+    if isinstance(image, Image.Image) and getattr(image, "format", None) != "TIFF":  # loading turns a TIFF
+        size = ImageSize(*image.size)
+        check_pixels(size, limits, "the Pillow image")
+        with _PILLOW_LOCK:
+            orientation = _orientation_of_pillow(image)
+        turned = options.exif_orientation and orientation >= 5
+        return ImageSize(size.height, size.width) if turned else size
+    return open_source(image, limits, options).size
+
+
+def _checked(options: ImageOptions | None) -> ImageOptions:
+    if options is not None and not isinstance(options, ImageOptions):
+        raise TypeError(f"image_options must be an ImageOptions, got {type(options).__name__}")
+    return options or ImageOptions()
 
 
 def _read_file(path: Path, limits: MediaLimits) -> bytes:

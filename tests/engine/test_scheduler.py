@@ -209,3 +209,33 @@ def test_cancelling_races_with_starting_and_one_of_them_wins() -> None:
         assert outcome == [not racing.future.cancelled()]
         if racing.future.cancelled():
             assert wait([racing.future], timeout=5).not_done == set()
+
+
+def test_a_large_job_is_not_overtaken_by_small_ones() -> None:
+    scheduler = Scheduler(depth=10, max_bytes=100)
+    scheduler.admit(job(50))
+    large, small = job(80), job(10)
+    first = blocked(scheduler, large)
+    second = blocked(scheduler, small)  # there is room for it, and it waits its turn
+    run_one(scheduler)
+    first.join(5)
+    second.join(5)
+    assert scheduler.held == (2, 90)
+    assert [run_one(scheduler), run_one(scheduler)] == [large, small]
+
+
+def test_waiting_for_what_is_being_prepared() -> None:
+    scheduler = Scheduler(depth=3, max_bytes=100)
+    first, second = job(), job()
+    scheduler.admit(first)
+    scheduler.admit(second)
+    scheduler.wait_prepared([first, second])
+    assert scheduler.next_to_prepare() is first
+    waiting = threading.Thread(target=scheduler.wait_prepared, args=([second, first],), daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    first.future.cancel()
+    scheduler.prepared(first)
+    waiting.join(5)
+    assert not waiting.is_alive()

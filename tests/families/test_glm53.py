@@ -26,6 +26,8 @@ from mm_encoder.families.glm53 import Glm53, ProcessorConfig, plan_image
 from mm_encoder.families.registry import load_family
 from mm_encoder.media.picture import Picture
 
+from ..conftest import GOLDEN
+
 CPU = torch.device("cpu")
 
 
@@ -406,6 +408,18 @@ def test_only_shards_with_vision_tensors_are_opened(copied: Path) -> None:
         assert encoder.generate(noise(30, 30))[0].metadata.length > 0
 
 
+NAMES_IN_FILE = list(load_file(GOLDEN / "glm53" / "checkpoint" / "model.safetensors"))
+EXTRA = "model.visual.blocks.9.norm1.weight"
+
+
+def test_a_tensor_that_its_shard_lacks_is_missing(copied: Path) -> None:
+    index = {"weight_map": dict.fromkeys(NAMES_IN_FILE, "model.safetensors")}
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+    rewrite(copied, lambda ts: {k: v for k, v in ts.items() if "blocks.1.norm" not in k})
+    with pytest.raises(CheckpointError, match=r"2 missing \(.*norm1.weight in model.safetensors"):
+        Encoder(copied, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -422,6 +436,19 @@ def test_only_shards_with_vision_tensors_are_opened(copied: Path) -> None:
             ),
             "names '../../etc/passwd'",
         ),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"model.visual.x": ["model.safetensors"]}}'
+            ),
+            "which is no file beside it",
+        ),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": dict.fromkeys([*NAMES_IN_FILE, EXTRA], "model.safetensors")})
+            ),
+            r"1 unexpected \(model.visual.blocks.9.norm1.weight\)",
+        ),
+        (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json cannot be read"),
         (
             lambda f: shutil.copy(f / "model.safetensors", f / "again.safetensors"),
             "lies in again.safetensors and in model.safetensors",

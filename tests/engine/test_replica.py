@@ -1,0 +1,97 @@
+"""In which order a replica uses its lane: a recording lane stands for the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mm_encoder import Encoder, ReplicaError
+from mm_encoder.device import CpuLane
+from mm_encoder.families.glm53 import GlmTower
+
+IMAGE = np.zeros((30, 30, 3), np.uint8)
+
+
+class RecordingLane(CpuLane):
+    """Writes down every call, and that it was made in the replica's thread inside the lane."""
+
+    log: list[Any]
+
+    def __init__(self, device: torch.device, log: list[Any]) -> None:
+        super().__init__(device)
+        self.log, self.priority = log, -7
+        self.inside: int | None = None
+
+    def note(self, *entry: Any) -> None:
+        assert self.inside == threading.get_ident()
+        self.log.append(entry)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self.inside = threading.get_ident()
+        yield
+        self.inside = None
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        self.note("upload")
+        return host
+
+    def wait(self) -> None:
+        self.note("wait")
+
+    def settle(self) -> None:
+        self.note("settle")
+
+    def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
+        self.note("hand over", consumer)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    entries: list[Any] = []
+
+    def opened(device: torch.device, priority: int) -> RecordingLane:
+        entries.append(("open", priority))
+        return RecordingLane(device, entries)
+
+    monkeypatch.setattr("mm_encoder.engine.replica.open_lane", opened)
+    monkeypatch.setattr("mm_encoder.encoder.consumer_stream", lambda device: "the caller's stream")
+    return entries
+
+
+def test_a_job_is_uploaded_run_waited_for_and_handed_over(
+    glm53_checkpoint: Path, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = GlmTower.forward
+
+    def noted(tower: GlmTower, *arguments: Any) -> torch.Tensor:
+        log.append(("tower",))
+        return forward(tower, *arguments)
+
+    monkeypatch.setattr(GlmTower, "forward", noted)
+    with Encoder(glm53_checkpoint, device="cpu", stream_priority=3) as encoder:
+        assert encoder.stream_priority == -7
+        assert log == [("open", 3), ("wait",)]  # the weights are there before anyone is told so
+        log.clear()
+        encoder.submit(IMAGE).add_done_callback(lambda _: log.append(("result",)))
+    hand_over = ("hand over", "the caller's stream")
+    assert log == [("upload",), ("tower",), ("wait",), hand_over, ("result",)]
+
+
+def test_a_failed_job_is_settled_before_its_caller_is_told(
+    glm53_checkpoint: Path, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GlmTower, "forward", lambda *_: 1 / 0)
+    with Encoder(glm53_checkpoint, device="cpu") as encoder:
+        log.clear()
+        future = encoder.submit(IMAGE)
+        future.add_done_callback(lambda _: log.append(("result",)))
+        assert isinstance(future.exception(timeout=30), ReplicaError)
+    assert log == [("upload",), ("settle",), ("result",)]
