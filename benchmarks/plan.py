@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from mm_encoder import MediaPlanner
+import random
+from collections.abc import Callable
+
+from mm_encoder import ImageSize, MediaPlanner
+from mm_encoder.families import deepseek41, glm53, kimi_k3
 
 from .samples import glm53_config_folder, photo
 from .timing import medians, table
@@ -12,6 +16,7 @@ REPEATS = 100
 
 def main() -> None:
     planner = MediaPlanner(glm53_config_folder())
+    every_family()
     rows = []
     for name, size in [("JPEG 1920x1080", (1920, 1080)), ("JPEG 3840x2160", (3840, 2160))]:
         data = photo(*size)
@@ -31,3 +36,21 @@ def main() -> None:
         ["image", "from the bytes' header", "from (width, height)"],
         rows,
     )
+
+
+def every_family() -> None:
+    """10,000 random sizes for each family, from the settings in its class's defaults."""
+    random.seed(0)
+    sizes = [ImageSize(random.randint(1, 20_000), random.randint(1, 20_000)) for _ in range(10_000)]
+    planners = {
+        "glm53": (glm53.plan_image, glm53.ProcessorConfig()),
+        "kimi_k3": (kimi_k3.plan_image, kimi_k3.ProcessorConfig()),
+        "deepseek41": (deepseek41.plan_image, deepseek41.VisionConfig()),
+    }
+
+    def work(name: str) -> Callable[[], object]:
+        plan, settings = planners[name]
+        return lambda: [plan(size, settings) for size in sizes]  # type: ignore[operator]
+
+    ms = medians({name: work(name) for name in planners}, rounds=3)
+    table("10,000 plans, ms (median of 3)", list(ms), [list(ms.values())])

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
@@ -21,7 +20,7 @@ from ..media.geometry import place, resize_bicubic_pillow
 from ..media.patches import patchify
 from ..media.picture import Picture
 from .family import Family, check_heads, read_settings, section
-from .layers import Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm, parameter
+from .layers import Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm, cells, parameter
 from .trunk import Trunk, load_into
 from .weights import Checkpoint
 
@@ -212,19 +211,12 @@ class DeepSeekTower(nn.Module):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """uint8 [sum(h·w), 3·patch²] and a grid (1, h, w) an image -> the images' spans [rows, out]."""
         parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
-        cells = [self._cells(part, grid) for part, grid in zip(parts, grids, strict=True)]
-        rows = self.aligner(torch.cat(cells)).split([len(cell) for cell in cells])
+        # Each cell as one row, flattened as (channel, y, x).
+        windows = [
+            cells(p, g, self.ratio).permute(0, 3, 1, 2).flatten(1) for p, g in zip(parts, grids, strict=True)
+        ]
+        rows = self.aligner(torch.cat(windows)).split([len(window) for window in windows])
         return torch.cat([self._span(part, grid) for part, grid in zip(rows, grids, strict=True)])
-
-    def _cells(self, x: Tensor, grid: Grid) -> Tensor:
-        """[h·w, width] -> a row a cell of ratio x ratio patches, flattened as (channel, y, x); what a
-        cell has beyond the grid is zero.
-        """
-        _, h, w = grid
-        ratio = self.ratio
-        x = F.pad(x.view(h, w, -1), (0, 0, 0, -w % ratio, 0, -h % ratio))
-        down, across = token_grid(h, w, ratio)
-        return x.view(down, ratio, across, ratio, -1).permute(0, 2, 4, 1, 3).reshape(down * across, -1)
 
     def _span(self, rows: Tensor, grid: Grid) -> Tensor:
         """start, every token row with a newline behind it, end."""

@@ -134,33 +134,41 @@ class Family(ABC):
 
 
 def read_settings(
-    cls: type[T], config: Mapping[str, Any], where: str, aliases: Mapping[str, str] | None = None
+    cls: type[T],
+    config: Mapping[str, Any],
+    where: str,
+    aliases: Mapping[str, str] | None = None,
+    zero: Sequence[str] = (),
 ) -> T:
     """Make a dataclass of settings from `config`: each field under its own name or its alias, else its
     default, whose type says what it must hold.
 
-    Numbers must be positive and finite, an int is taken where a float is wanted, and a tuple wants as
-    many numbers as its default has. Raises CheckpointError naming the key, what it holds and what would
-    be right.
+    Numbers must be finite and positive (or zero, for fields named in `zero`), an int is taken where a float
+    is wanted, and a tuple wants as many numbers as its default has. Raises CheckpointError naming the key,
+    what it holds and what would be right.
     """
     values = {}
     for field in fields(cls):  # type: ignore[arg-type]
         names = [field.name, *((aliases or {}).get(field.name, "").split())]
         name = next((n for n in names if config.get(n) is not None), field.name)
         value = config.get(name)
-        values[field.name] = _checked(field.default if value is None else value, field.default, where, name)
+        values[field.name] = _checked(
+            field.default if value is None else value, field.default, where, name, field.name in zero
+        )
     return cls(**values)
 
 
-def _checked(value: Any, like: Any, where: str, name: str) -> Any:
+def _checked(value: Any, like: Any, where: str, name: str, zero: bool) -> Any:
     if isinstance(like, tuple):
         if not isinstance(value, (list, tuple)) or len(value) != len(like):
             raise CheckpointError(f"{where}.{name} must hold {len(like)} numbers, got {value!r}")
-        return tuple(_checked(v, x, where, name) for v, x in zip(value, like, strict=True))
+        return tuple(_checked(v, x, where, name, zero) for v, x in zip(value, like, strict=True))
     if type(like) is float and type(value) is int:
         value = float(value)
     if type(value) is not type(like):
         raise CheckpointError(f"{where}.{name} must be {type(like).__name__}, got {value!r}")
+    if zero and value == 0:
+        return value
     if type(like) in (int, float) and not 0 < value < float("inf") and value != like:
         raise CheckpointError(f"{where}.{name} must be positive and finite, got {value!r}")
     return value

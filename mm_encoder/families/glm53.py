@@ -98,7 +98,7 @@ class ProcessorConfig:
             raise CheckpointError(f"there is neither {files} in {str(checkpoint.path)!r}")
         require(config, where, do_convert_rgb=True, do_resize=True, do_rescale=True, do_normalize=True)
         require(config, where, resample=3)  # bicubic
-        return read_settings(cls, config, where)
+        return read_settings(cls, config, where, zero=("image_mean",))
 
     @property
     def factor(self) -> int:

@@ -19,7 +19,7 @@ from ..media.geometry import Background, over_background, place, resize_native
 from ..media.patches import patchify
 from ..media.picture import Picture
 from .family import Family, check_agreement, check_heads, read_settings, require, section
-from .layers import Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm
+from .layers import Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm, cells
 from .trunk import PositionTable, Trunk, load_into
 from .weights import Checkpoint
 
@@ -123,12 +123,13 @@ class ProcessorConfig:
             fixed_output_tokens=(),
             transparent_bg_fill_stage=("before_resize", "after_resize"),
         )
-        read = read_settings(cls, config, where)
+        read = read_settings(cls, config, where, zero=("image_mean",))
         if config.get("transparent_bg_config") is None:
             return read, None
         background = section(config, "transparent_bg_config", where)
         require(background, "transparent_bg_config", pattern=Background.PATTERNS)
-        return read, read_settings(Background, background, "transparent_bg_config")
+        levels = ("chessboard_white_value", "chessboard_gray_value")
+        return read, read_settings(Background, background, "transparent_bg_config", zero=levels)
 
 
 def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
@@ -244,13 +245,6 @@ class KimiTower(nn.Module):
         if any(h % _MERGE or w % _MERGE for _, h, w in grids):
             raise ValueError(f"the sides of grids {list(grids)} must be multiples of {_MERGE}")
         parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
-        merged = [_merge(part, grid) for part, grid in zip(parts, grids, strict=True)]
+        merged = [cells(part, grid, _MERGE).flatten(1) for part, grid in zip(parts, grids, strict=True)]
         rows = self.projector(torch.cat(merged))
         return self.post_norm(rows).to(rows.dtype)
-
-
-def _merge(x: Tensor, grid: Grid) -> Tensor:
-    """[h·w, width] -> a row a 2x2 block, its patches in raster order."""
-    _, h, w = grid
-    blocks = x.view(h // _MERGE, _MERGE, w // _MERGE, _MERGE, -1).transpose(1, 2)
-    return blocks.reshape(h * w // _MERGE**2, -1)

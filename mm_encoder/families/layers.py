@@ -177,6 +177,15 @@ def repeat_frame(values: Tensor, frames: int) -> Tensor:
     return values.unsqueeze(2).expand(n, channels, frames, area).reshape(n, -1)
 
 
+def cells(x: Tensor, grid: Grid, side: int) -> Tensor:
+    """[h·w, width] in raster order -> [cells, side, side, width], cells of side x side patches in raster
+    order; what a cell has beyond the grid is zero.
+    """
+    _, h, w = grid
+    x = F.pad(x.view(h, w, -1), (0, 0, 0, -w % side, 0, -h % side))
+    return x.unflatten(0, (-1, side)).unflatten(2, (-1, side)).transpose(1, 2).flatten(0, 1)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
     """Bidirectional attention within each of the packed segments of `lengths`.
 

@@ -14,7 +14,15 @@ import types
 
 import numpy as np
 import simplejpeg
-from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageFile, PngImagePlugin, _webp
+from PIL import (
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    ImageFile,
+    JpegImagePlugin,
+    PngImagePlugin,
+    _webp,
+)
 
 from ..config import MediaLimits
 from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
@@ -59,6 +67,8 @@ def _decode_jpeg(data: bytes, header: Header) -> Picture:
         raise UnsupportedMediaError(f"JPEG with {header.channels} colour channels")
     check_jpeg_scans(data)
     pixels = _decompress_jpeg(data, header.channels)
+    if pixels is None:
+        return Picture.of(_load(JpegImagePlugin.JpegImageFile(io.BytesIO(data))))
     if header.channels == 4:
         # Inks are stored inverted, as Adobe does. Without an Adobe marker the format leaves it open;
         # Pillow, and so the references, take it the same way.
@@ -66,10 +76,11 @@ def _decode_jpeg(data: bytes, header: Header) -> Picture:
     return Picture(pixels)
 
 
-def _decompress_jpeg(data: bytes, channels: int) -> Pixels:
+def _decompress_jpeg(data: bytes, channels: int) -> Pixels | None:
     """Decode, taking any warning of libjpeg for an error but those after which the picture is whole.
 
     It names only its first: what may hide another behind it has to be put right before it is believed.
+    None for chroma subsampled in a way that libjpeg knows and its simpler interface has no name for.
     """
     space = "CMYK" if channels == 4 else "RGB"
     pixels, reason = _decompress_strictly(data, space)
@@ -79,6 +90,8 @@ def _decompress_jpeg(data: bytes, channels: int) -> Pixels:
     if (padding := _PADDING.search(reason)) and int(padding[1]) <= _MAX_PADDING:
         pixels = simplejpeg.decode_jpeg(data, space, strict=False)
     if pixels is None:
+        if "subsampling" in reason:
+            return None
         if reason.startswith("Unsupported"):
             raise UnsupportedMediaError(f"this kind of JPEG is not decoded here ({reason})")
         raise MediaDecodeError(f"the JPEG is truncated or corrupt ({reason})")

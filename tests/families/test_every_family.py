@@ -133,6 +133,20 @@ def test_inputs_for_a_tower_of_ones_own(name: str) -> None:
         assert inputs["pixel_values"].shape[1:] == ((1176,) if name == "glm53" else (3, 14, 14))
 
 
+@pytest.mark.parametrize("name", ["glm53", "kimi_k3"])
+def test_a_mean_of_zero_is_a_mean(name: str, tmp_path: Path) -> None:
+    copied = shutil.copytree(GOLDEN / name / "checkpoint", tmp_path / "checkpoint")
+    (path,) = copied.glob("*processor_config.json")
+    settings = json.loads(path.read_text())
+    (inner,) = (v for v in settings.values() if isinstance(v, dict))
+    inner |= {"image_mean": [0, 0.0, 0.5], "image_std": [1, 1, 0.25]}
+    path.write_text(json.dumps(settings))
+    _, inputs = MediaPlanner(copied).prepare_inputs(np.full((56, 56, 3), 51, np.uint8))
+    values = inputs["pixel_values"].flatten(1).unflatten(1, (3, -1))
+    for channel, value in enumerate([0.2, 0.2, -1.2]):
+        assert torch.allclose(values[:, channel], torch.tensor(value))
+
+
 def test_refuses_grids_that_do_not_account_for_the_patches(family: Family) -> None:
     tower = family.build_tower(CPU, torch.float32)
     with pytest.raises(ValueError, match="12 patches for grids"):

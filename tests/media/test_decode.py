@@ -799,3 +799,15 @@ def test_pillow_alone_minds_these_settings(monkeypatch: pytest.MonkeyPatch) -> N
     assert changed["RGBA BMP"].mode == "RGBA"
     with pytest.raises(ValueError, match="too large"):
         Image.open(ABUSE / "D09_ztxt_2MiB.png")
+
+
+@pytest.mark.parametrize("sampling", [[0x22, 0x21, 0x11], [0x22, 0x22, 0x22], [0x31, 0x11, 0x11]])
+def test_chroma_subsampled_in_unnamed_ways_is_decoded_as_by_pillow(sampling: list[int]) -> None:
+    most = 2 if sampling[0] == 0x22 else 3
+    high, wide = max(s & 15 for s in sampling), most
+    planes = [noise(-(-37 * (s >> 4) // wide), -(-23 * (s & 15) // high)) for s in sampling]
+    data = scans_apart(planes, sampling, (37, 23))
+    wanted = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert same_pixels(decoded(data), wanted)
+    with pytest.raises(MediaDecodeError):
+        decoded(data[: len(data) // 2])
