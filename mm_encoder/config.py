@@ -38,6 +38,13 @@ class MediaLimits:
         require_int("max_pixels", self.max_pixels, 1)
 
 
+def media_limits(limits: MediaLimits | None) -> MediaLimits:
+    """`limits`, by default MediaLimits(). Raises TypeError for anything else."""
+    if limits is not None and not isinstance(limits, MediaLimits):
+        raise TypeError(f"limits must be a MediaLimits, got {type(limits).__name__}")
+    return limits or MediaLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
     """How an image is read. `exif_orientation=False` keeps the stored orientation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -17,14 +18,14 @@ from typing import Any
 
 import torch
 
-from .config import ImageOptions, MediaLimits, model_name, require_int
+from .config import ImageOptions, MediaLimits, media_limits, model_name, require_int
 from .contract import ImageResult
 from .device import Lane, consumer_stream, default_dtype, parse_device
 from .engine.job import Job, without_frames
 from .engine.preprocess import Prepare, preprocessing_thread
 from .engine.replica import BuildTower, Replica, ReplicaSettings, TowerFunction
 from .engine.scheduler import Scheduler
-from .errors import MediaError, MMEncoderError, PlanMismatchError
+from .errors import ForkedProcessError, MediaError, MMEncoderError, PlanMismatchError
 from .families.family import Family
 from .families.registry import load_family
 from .media.source import ImageInput, is_image
@@ -85,11 +86,11 @@ class Encoder:
         self._scheduler = Scheduler(
             require_int("queue_depth", depth, 1), require_int("queue_bytes", queue_bytes, 1)
         )
-        self._limits = MediaLimits() if limits is None else limits
-        if not isinstance(self._limits, MediaLimits):
-            raise TypeError(f"limits must be a MediaLimits, got {type(limits).__name__}")
+        self._limits = media_limits(limits)
         self.device = parse_device(device)
         self.dtype = default_dtype(self.device) if dtype is None else dtype
+        if type(share_weights) is not bool:
+            raise TypeError(f"share_weights must be a bool, got {type(share_weights).__name__}")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
         opened, self._family = load_family(checkpoint, family)
@@ -103,7 +104,8 @@ class Encoder:
         replicas = [Replica(i, settings, self._scheduler) for i in range(replicas_per_gpu)]
         prepare = _preparation(self._family, self._limits, self.model)
         self._threads: list[threading.Thread] = []  # those that were started
-        self._end = partial(_end, self._scheduler, self._threads)
+        self._pid = os.getpid()
+        self._end = partial(_end, self._scheduler, self._threads, self._pid)
         atexit.register(self._end)
         weakref.finalize(self, _abandon, self._scheduler, self._end).atexit = False
         try:
@@ -139,8 +141,8 @@ class Encoder:
         PlanMismatchError before the tower runs. If an image is at fault its error is raised, with its
         index in the message, once nothing of the call is running any more.
         """
-        self._scheduler.require_open()
-        single = is_image(images)
+        self._require_usable()
+        single = is_image(images) or hasattr(images, "read")  # an open file is no iterable of images
         jobs: list[Job] = []
         futures: list[Future[ImageResult]] = []
         job = future = None
@@ -183,13 +185,23 @@ class Encoder:
         The image is copied and its header read before this returns: it may be changed afterwards, and
         one that can be seen to be at fault fails its future without entering the queue. Cancelling a
         queued job frees its slot; a running one finishes. Callbacks on the future run in the engine's
-        threads: they must not wait, so they must not submit. Raises EncoderClosedError.
+        threads: they should be brief, and calling the encoder from them raises RuntimeError, since waiting
+        there would be waiting for themselves. Raises EncoderClosedError, ForkedProcessError.
         """
-        self._scheduler.require_open()
+        self._require_usable()
         try:
             return self._admit(image, expected_tokens, image_options).future
         except (MediaError, PlanMismatchError) as error:
             return _failed(without_frames(error))
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(
+                "this encoder was made before the process was forked; make one in the child, or spawn it"
+            )
+        if threading.current_thread() in self._threads:
+            raise RuntimeError("a result's callback must not call the encoder; hand the work to a thread")
+        self._scheduler.require_open()
 
     def _admit(self, image: ImageInput, expected: int | None, options: ImageOptions | None) -> Job:
         """Take a snapshot, plan it, and wait for a slot."""
@@ -219,13 +231,15 @@ class Encoder:
 
         From a result's callback it stops admission and returns; the threads end by themselves.
         """
-        self._end()
         atexit.unregister(self._end)
+        _end(self._scheduler, self._threads, self._pid, drain=True)
 
     def __enter__(self) -> Encoder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._scheduler.cancel_waiting()  # nobody is left to read the results
         self.close()
 
 
@@ -305,8 +319,12 @@ def _once(build: BuildTower) -> BuildTower:
     return build_once
 
 
-def _end(scheduler: Scheduler, threads: list[threading.Thread]) -> None:
+def _end(scheduler: Scheduler, threads: list[threading.Thread], pid: int, *, drain: bool = False) -> None:
+    if os.getpid() != pid:  # a forked child has neither the threads nor a lock it may wait for
+        return
     scheduler.close()
+    if not drain:  # at interpreter exit nobody is left to read the results
+        scheduler.cancel_waiting()
     if threading.current_thread() not in threads:  # two callbacks that close would wait for each other
         for thread in threads:
             thread.join()

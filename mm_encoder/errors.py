@@ -8,6 +8,7 @@
     ├─ PlanMismatchError (also ValueError)  plan or expected_tokens disagree with the source
     ├─ CheckpointError                      config, processor or weights are not what the family needs
     ├─ EncoderClosedError                   the encoder was closed
+    ├─ ForkedProcessError                   the encoder was made before this process was forked
     └─ ReplicaError                         the engine is at fault; chained to its cause
        └─ DeviceOutOfMemoryError            that job did not fit; the encoder goes on
 
@@ -45,6 +46,10 @@ class CheckpointError(MMEncoderError):
 
 class EncoderClosedError(MMEncoderError):
     """The encoder was closed before this call or before it could do this work."""
+
+
+class ForkedProcessError(MMEncoderError):
+    """The encoder's threads live in the parent process; make a new encoder, best in a spawned process."""
 
 
 class ReplicaError(MMEncoderError):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .config import ImageOptions, MediaLimits, model_name, require_int
+from .config import ImageOptions, MediaLimits, media_limits, model_name, require_int
 from .contract import ImageSize, MediaPlan, Plan
 from .families.registry import load_family
 from .media.source import ImageInput
@@ -15,13 +15,21 @@ from .media.source import ImageInput
 class MediaPlanner:
     """Plans images for the checkpoint in a directory, from its config files alone.
 
-    `plan` and the encoder call the same function, so their token counts cannot disagree. Thread-safe.
+    `plan` and the encoder call the same function, so their token counts cannot disagree; give both the same
+    `limits`. Thread-safe.
     Raises CheckpointError as `Encoder` does.
     """
 
-    def __init__(self, checkpoint: str | Path, model: str | None = None, family: str | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        model: str | None = None,
+        family: str | None = None,
+        *,
+        limits: MediaLimits | None = None,
+    ) -> None:
         opened, self._family = load_family(checkpoint, family)
-        self._limits = MediaLimits()
+        self._limits = media_limits(limits)
         self.model = model_name(model, opened.name)
         self.family = self._family.name
         self.preprocessing_hash = self._family.preprocessing_hash

@@ -267,6 +267,8 @@ def test_the_index_is_the_items_that_was_at_fault(encoder: Encoder) -> None:
     assert ("truncated" in str(caught.value)) == str(caught.value).startswith("images[1]")
     with pytest.raises(TypeError, match="^from the iterable"):
         encoder.generate(good for _ in iter_then_raise(TypeError("from the iterable")))
+    with pytest.raises(TypeError, match="^an image is bytes, .* got BytesIO"):
+        encoder.generate(io.BytesIO(good))
     with pytest.raises(TypeError, match="^'int' object is not iterable"):
         encoder.generate(5)  # type: ignore[arg-type]
 
@@ -612,6 +614,74 @@ def test_close_from_a_result_callback(glm53_checkpoint: Path) -> None:
     assert threads_of_the_library() == []
 
 
+def test_a_callback_may_not_call_the_encoder(encoder: Encoder) -> None:
+    raised: list[BaseException] = []
+    done = threading.Semaphore(0)
+
+    def call(_: Future[ImageResult]) -> None:
+        for function in (encoder.submit, encoder.generate, encoder.encode_image):
+            try:
+                function(png(10, 10))
+            except RuntimeError as error:
+                raised.append(error)
+        done.release()
+
+    encoder.submit(png(20, 20)).add_done_callback(call)
+    assert done.acquire(timeout=30)
+    if not raised:  # the result was there before the callback, which then runs in this thread
+        return
+    assert len(raised) == 3
+    assert "callback must not call the encoder" in str(raised[0])
+
+
+def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: Path, gate: Gate) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=9)
+    running = encoder.submit(png(20, 20))
+    assert gate.arrived.acquire(timeout=30)
+    waiting = [encoder.submit(png(20, 20)) for _ in range(5)]
+
+    def interrupted() -> None:
+        with encoder:
+            threading.Timer(0.1, gate.opened.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert running.result(timeout=0)
+    assert all(future.cancelled() for future in waiting)
+    assert encoder._scheduler.held == (0, 0)
+
+
+def test_a_forked_child_is_told_and_ends(glm53_checkpoint: Path) -> None:
+    program = (
+        "import os, sys, numpy, warnings, mm_encoder\n"
+        "warnings.simplefilter('ignore')\n"
+        "image = numpy.zeros((50, 50, 3), numpy.uint8)\n"
+        "encoder = mm_encoder.Encoder(sys.argv[1], device='cpu')\n"
+        "with encoder._scheduler._space:\n"  # forked in the worst moment
+        "    child = os.fork()\n"
+        "if child == 0:\n"
+        "    for call in (encoder.generate, encoder.submit):\n"
+        "        try:\n"
+        "            call(image)\n"
+        "        except mm_encoder.ForkedProcessError:\n"
+        "            continue\n"
+        "        sys.exit(1)\n"
+        "    encoder.close()\n"
+        "    sys.exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "assert encoder.generate(image)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(glm53_checkpoint)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_two_callbacks_that_close_do_not_wait_for_each_other(glm53_checkpoint: Path) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=2)
     both = threading.Barrier(2, timeout=30)
@@ -787,6 +857,7 @@ def test_a_replica_that_fails_to_load_stops_the_others(
         ({"batching": object()}, NotImplementedError, "batching= is not built yet"),
         ({"limits": 5}, TypeError, "limits must be a MediaLimits, got int"),
         ({"model": 123}, TypeError, "model must be a str or None, got int"),
+        ({"share_weights": 5}, TypeError, "share_weights must be a bool, got int"),
     ],
 )
 def test_impossible_arguments_raise_before_anything_starts(

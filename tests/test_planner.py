@@ -12,7 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
-from mm_encoder import Encoder, ImageOptions, MediaDecodeError, MediaPlanner, MediaTooLargeError
+from mm_encoder import (
+    Encoder,
+    ImageOptions,
+    MediaDecodeError,
+    MediaLimits,
+    MediaPlanner,
+    MediaTooLargeError,
+)
 
 
 def jpeg(width: int, height: int) -> bytes:
@@ -128,3 +135,15 @@ def test_the_sizes_of_every_kind_of_image_agree(glm53_checkpoint: Path, tmp_path
         assert planner.plan(image) == plan
         assert plan.original_size == (33, 70)
         assert len(inputs["pixel_values"]) == np.prod(plan.grid_thws[0])
+
+
+def test_limits_are_the_callers(glm53_checkpoint: Path) -> None:
+    assert MediaPlanner(glm53_checkpoint, limits=MediaLimits(max_pixels=10**10)).plan(
+        np.broadcast_to(np.uint8(0), (50_000, 50_000))
+    )
+    with pytest.raises(MediaTooLargeError):
+        MediaPlanner(glm53_checkpoint, limits=MediaLimits(max_pixels=99)).plan(jpeg(10, 10))
+    with pytest.raises(TypeError, match="limits must be a MediaLimits, got int"):
+        MediaPlanner(glm53_checkpoint, limits=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the checkpoint must be a path, got NoneType"):
+        MediaPlanner(None)  # type: ignore[arg-type]

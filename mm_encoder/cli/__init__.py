@@ -284,6 +284,9 @@ def _without_traceback(command: Callable[..., int]) -> Callable[..., None]:
         except FAULTS as error:
             _complain("mm-encoder", error)
             code = 2
+        except KeyboardInterrupt:
+            print("mm-encoder: interrupted, nothing was written", file=sys.stderr)
+            code = 130
         raise typer.Exit(code)
 
     return run

@@ -41,7 +41,8 @@ class Encoded(NamedTuple):
 
 
 def expand(names: Sequence[str]) -> list[Input]:
-    """The files that `names` stand for: a file as it is; of a folder its images, sorted, at any depth.
+    """The files that `names` stand for: a file as it is; of a folder its images (hidden ones apart), at any depth,
+    sorted.
 
     A key is the path as given, or below the folder given, with `/`; where two files would have the same,
     the later one gets `#2`, `#3` and so on. A file that comes twice under one key counts once. Links to
@@ -74,7 +75,13 @@ def _images_below(folder: Path) -> list[Path]:
 
     paths = (Path(root, name) for root, _, names in os.walk(folder, onerror=stop) for name in names)
     # A pipe or a device would be waited for; a link to nothing is kept, and reported as a fault.
-    return sorted(p for p in paths if p.suffix.lower() in _SUFFIXES and (p.is_file() or not p.exists()))
+    return sorted(
+        path
+        for path in paths
+        if path.suffix.lower() in _SUFFIXES
+        and not path.name.startswith(".")  # editors' and systems' own, such as ._photo.jpg
+        and (path.is_file() or not path.exists())
+    )
 
 
 def encode_all(

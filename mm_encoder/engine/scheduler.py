@@ -109,6 +109,13 @@ class Scheduler:
             self.closed = True
             self._wake_all()
 
+    def cancel_waiting(self) -> None:
+        """Cancel every job that no replica has taken."""
+        with self._space:
+            waiting = [*self._queued, *self._preparing, *self._ready]
+        for job in waiting:
+            job.future.cancel()
+
     @property
     def held(self) -> tuple[int, int]:
         """(jobs, bytes) admitted and not yet running."""

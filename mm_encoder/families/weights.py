@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -23,6 +24,8 @@ class Checkpoint:
     """A directory with config.json, processor files and safetensors. Raises CheckpointError."""
 
     def __init__(self, path: str | Path) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"the checkpoint must be a path, got {type(path).__name__}")
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"the checkpoint must be a directory, got {str(path)!r}")

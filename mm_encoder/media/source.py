@@ -221,11 +221,20 @@ def _array_size(array: np.ndarray) -> ImageSize:
     )
 
 
+# A resize overshoots 0 to 1 by a little, which is clipped; anything beyond is another scale.
+_LEAST, _MOST = -1.0, 2.0
+
+
 def _array_pixels(array: np.ndarray) -> Pixels:
     """A contiguous uint8 copy with 3 or 4 channels. The scale follows the dtype, never the values."""
     if np.issubdtype(array.dtype, np.floating):
         if not np.isfinite(array).all():
             raise MediaDecodeError("the array holds values that are not finite")
+        if array.min() < _LEAST or array.max() > _MOST:
+            raise MediaDecodeError(
+                f"floating arrays hold 0 to 1, got {array.min():g} to {array.max():g}; "
+                "convert 0 to 255 to uint8"
+            )
         array = np.rint(np.clip(array, 0.0, 1.0) * 255.0)
     elif array.dtype.newbyteorder("=") == np.uint16:
         array = array >> 8

@@ -223,7 +223,7 @@ def test_axes_are_never_guessed_from_their_sizes(shape: tuple[int, ...]) -> None
 def test_floats_are_scaled_from_one(dtype: Any) -> None:
     levels = np.arange(256).reshape(16, 16)
     assert (pixels_of((levels / 255).astype(dtype))[:, :, 0] == levels).all()
-    edges = np.array([[-1.0, 0.0, 1.0, 2.0, 200.0]]).astype(dtype)
+    edges = np.array([[-1.0, 0.0, 1.0, 1.1, 2.0]]).astype(dtype)
     assert pixels_of(edges)[0, :, 0].tolist() == [0, 0, 255, 255, 255]
 
 
@@ -654,3 +654,9 @@ def test_equal_pixels_in_another_container_are_the_same_picture() -> None:
 def test_a_source_weighs_its_bytes_and_its_pixels() -> None:
     assert open_source(PNG, LIMITS).nbytes == len(PNG) + 4 * 9 * 7  # at most: a PNG may have alpha
     assert open_source(COLOURS, LIMITS).nbytes == COLOURS.nbytes
+
+
+@pytest.mark.parametrize("values", [[0.0, 254.0], [-3.0, 1.0], [0.0, 2.5]])
+def test_floats_of_another_scale_are_refused(values: list[float]) -> None:
+    with pytest.raises(MediaDecodeError, match="floating arrays hold 0 to 1, got"):
+        open_source(np.array([values], np.float32), LIMITS)
