@@ -41,13 +41,12 @@ class Encoded(NamedTuple):
 
 
 def expand(names: Sequence[str]) -> list[Input]:
-    """The files that `names` stand for: a file as it is; of a folder its images (hidden ones apart), at any depth,
-    sorted.
+    """The files that `names` stand for: a file as it is; of a folder its images, sorted, at any depth.
 
-    A key is the path as given, or below the folder given, with `/`; where two files would have the same,
-    the later one gets `#2`, `#3` and so on. A file that comes twice under one key counts once. Links to
-    folders inside a folder are not followed. Raises ValueError if there is nothing, OSError for a folder
-    that cannot be read.
+    Hidden files of a folder are left out, and links to folders inside it are not followed. A key is the path
+    as given, or below the folder given, with `/`; where two files would have the same, the later one gets
+    `#2`, `#3` and so on. A file that comes twice under one key counts once. Raises ValueError if there is
+    nothing, OSError for a folder that cannot be read.
     """
     found: list[tuple[str, Path]] = []
     for name in names:
