@@ -97,12 +97,7 @@ def make_checkpoint(
     image_tokens: (fewest, most) rows of an image; smaller images are enlarged, larger ones reduced. The
     small checkpoint's default gives photographs of any size a fine grid.
     """
-    sizes = _RELEASED if released_size else _SMALL
-    fewest, most = image_tokens or ((16, 8000) if released_size else (900, 1024))
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", _config(sizes))
-    _write_json(folder / "processor_config.json", _processor_config(fewest, most))
-
+    sizes = write_config(folder, released_size=released_size, image_tokens=image_tokens)
     shapes = [(f"model.visual.{name}", shape) for name, shape in _shapes(sizes)]
     generator = torch.Generator("cpu").manual_seed(seed)
     weight_map: dict[str, str] = {}
@@ -120,6 +115,18 @@ def make_checkpoint(
         {"metadata": {"total_size": total}, "weight_map": weight_map},
     )
     return folder
+
+
+def write_config(
+    folder: Path, *, released_size: bool, image_tokens: tuple[int, int] | None = None
+) -> dict[str, int]:
+    """Write a checkpoint's config files without weights, see `make_checkpoint`; returns the tower's sizes."""
+    sizes = _RELEASED if released_size else _SMALL
+    fewest, most = image_tokens or ((16, 8000) if released_size else (900, 1024))
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", _config(sizes))
+    _write_json(folder / "processor_config.json", _processor_config(fewest, most))
+    return sizes
 
 
 def _shapes(sizes: dict[str, int]) -> Iterable[tuple[str, tuple[int, ...]]]:

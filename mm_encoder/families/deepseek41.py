@@ -18,7 +18,7 @@ from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
 from ..media.geometry import place, resize_bicubic_pillow
 from ..media.patches import patchify
-from ..media.picture import Picture
+from ..media.picture import Picture, without_alpha
 from .family import Family, check_heads, read_settings, section
 from .layers import Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm, cells, parameter
 from .trunk import Trunk, load_into
@@ -160,7 +160,7 @@ class DeepSeek41(Family):
         return plan_image(size, self.vision)
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
-        content = resize_bicubic_pillow(picture.pixels[:, :, :3], plan.content)
+        content = resize_bicubic_pillow(without_alpha(picture.pixels), plan.content)
         page = place(content, plan.canvas, plan.offset, fill=_FILL)
         return Patches(torch.from_numpy(patchify(page, self.vision.patch_size)), plan)
 

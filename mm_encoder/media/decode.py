@@ -28,7 +28,7 @@ from ..config import MediaLimits
 from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from .containers import check_jpeg_scans, gif_first_frame, tidy_jpeg
 from .header import Header, read_header
-from .picture import Picture, Pixels
+from .picture import Picture, Pixels, without_alpha
 from .png import pixel_chunks
 
 
@@ -170,7 +170,7 @@ def _decode_webp(data: bytes, header: Header) -> Picture:
     width, height = header.size
     pixels = np.frombuffer(frame[0], np.uint8).reshape(height, width, 4)
     opaque = "RGBX" in decoder.get_info()
-    return Picture(np.array(pixels[:, :, :3] if opaque else pixels, order="C"))
+    return Picture(without_alpha(pixels) if opaque else pixels.copy())
 
 
 def _load(image: ImageFile.ImageFile) -> Image.Image:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from ..contract import ImageSize
-from .picture import Picture, Pixels
+from .picture import Picture, Pixels, without_alpha
 
 
 def over_white(pixels: Pixels) -> Pixels:
@@ -91,7 +91,7 @@ def over_background(picture: Picture, background: Background | None) -> Pixels:
     pixels = picture.pixels
     keyed_rgb = picture.native is not None and picture.native.mode == "RGB"
     if pixels.shape[2] == 3 or keyed_rgb or background is None:
-        return np.ascontiguousarray(pixels[:, :, :3])
+        return without_alpha(pixels)
     alpha = pixels[:, :, 3:].astype(np.float32) / 255
     over = alpha * pixels[:, :, :3] + (1 - alpha) * background.draw(picture.size)
     return over.astype(np.uint8)

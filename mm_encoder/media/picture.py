@@ -75,6 +75,16 @@ class Picture:
         return Picture(np.ascontiguousarray(pixels), native)
 
 
+def without_alpha(pixels: Pixels) -> Pixels:
+    """RGB of `pixels` [h, w, 3 or 4]; no copy of three channels."""
+    if pixels.shape[2] == 3:
+        return pixels
+    rgb = np.empty((*pixels.shape[:2], 3), np.uint8)
+    for channel in range(3):  # five times as quick as copying runs of three bytes
+        rgb[:, :, channel] = pixels[:, :, channel]
+    return rgb
+
+
 def _sixteen_bit(image: Image.Image) -> Pixels:
     wide = np.asarray(image)
     grey = (wide >> 8).astype(np.uint8)
