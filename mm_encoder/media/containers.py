@@ -104,12 +104,12 @@ def check_jpeg_scans(data: bytes) -> None:
     Early scans alone are a picture to libjpeg, as long as an end marker follows.
     """
     progressive, scans = False, 0
-    missing: set[tuple[int, int]] = set()  # (component, coefficient)
+    missing: dict[int, int] = {}  # of each component, a bit a coefficient
     for marker, start, _ in jpeg_segments(data):
         if marker in START_OF_FRAME:
             progressive = marker in _PROGRESSIVE
             components = data[start + 6 : start + 6 + 3 * data[start + 5] : 3]
-            missing = {(component, k) for component in components for k in range(64)}
+            missing = dict.fromkeys(components, (1 << 64) - 1)
         elif marker == SOS:
             scans += 1
             if scans > MAX_SCANS:
@@ -119,9 +119,10 @@ def check_jpeg_scans(data: bytes) -> None:
             if not progressive:
                 first, last, bits = 0, 63, 0
             if bits == 0:
-                components = data[start + 1 : spectrum : 2]
-                missing -= {(component, k) for component in components for k in range(first, last + 1)}
-            if not missing:
+                span = (1 << last + 1) - (1 << first) if first <= last else 0
+                for component in data[start + 1 : spectrum : 2]:
+                    missing[component] = missing.get(component, 0) & ~span
+            if not any(missing.values()):
                 return
     raise MediaDecodeError("the JPEG is truncated (some of its scans are missing)")
 
