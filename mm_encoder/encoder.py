@@ -107,7 +107,7 @@ class Encoder:
         self._pid = os.getpid()
         self._end = partial(_end, self._scheduler, self._threads, self._pid)
         atexit.register(self._end)
-        weakref.finalize(self, _abandon, self._scheduler, self._end).atexit = False
+        weakref.finalize(self, _abandon, self._scheduler, self._end, self._pid).atexit = False
         try:
             for replica in replicas:
                 replica.thread.start()
@@ -231,16 +231,18 @@ class Encoder:
 
         From a result's callback it stops admission and returns; the threads end by themselves.
         """
+        self._shut(drain=True)
+
+    def _shut(self, *, drain: bool) -> None:
         atexit.unregister(self._end)
-        _end(self._scheduler, self._threads, self._pid, drain=True)
+        _end(self._scheduler, self._threads, self._pid, drain=drain)
 
     def __enter__(self) -> Encoder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._scheduler.cancel_waiting()  # nobody is left to read the results
-        self.close()
+        # After an exception nobody is left to read the results.
+        self._shut(drain=kind is None)
 
 
 def _require_absent(**later: object) -> None:
@@ -330,10 +332,10 @@ def _end(scheduler: Scheduler, threads: list[threading.Thread], pid: int, *, dra
             thread.join()
 
 
-def _abandon(scheduler: Scheduler, at_exit: Callable[[], None]) -> None:
+def _abandon(scheduler: Scheduler, at_exit: Callable[[], None], pid: int) -> None:
     """End an encoder that was dropped. Garbage collection may run in any thread at any point, inside the
     scheduler's lock too, so the lock is taken in a thread of its own.
     """
     atexit.unregister(at_exit)
-    if not scheduler.closed:
+    if not scheduler.closed and os.getpid() == pid:
         _thread.start_new_thread(scheduler.close, ())

@@ -33,7 +33,9 @@ class UnsupportedMediaError(MediaError):
 
 
 class MediaTooLargeError(MediaError):
-    """The media exceeds `MediaLimits`, decided before any pixel is allocated."""
+    """The media exceeds `MediaLimits`, or its sides a family's bounds; decided before any pixel is
+    allocated.
+    """
 
 
 class PlanMismatchError(MMEncoderError, ValueError):

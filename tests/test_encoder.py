@@ -667,10 +667,67 @@ def test_a_forked_child_is_told_and_ends(glm53_checkpoint: Path) -> None:
         "        except mm_encoder.ForkedProcessError:\n"
         "            continue\n"
         "        sys.exit(1)\n"
-        "    encoder.close()\n"
-        "    sys.exit(7)\n"
+        "    try:\n"
+        "        with encoder:\n"
+        "            encoder.submit(image)\n"
+        "    except mm_encoder.ForkedProcessError:\n"
+        "        sys.exit(7)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
         "assert encoder.generate(image)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(glm53_checkpoint)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_leaving_by_an_exception_admits_nobody_from_the_line(glm53_checkpoint: Path, gate: Gate) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=1)
+    running, waiting = encoder.submit(png(20, 20)), None
+    assert gate.arrived.acquire(timeout=30)
+    waiting = encoder.submit(png(20, 20))
+    refused = threading.Semaphore(0)
+
+    def late() -> None:
+        with pytest.raises(EncoderClosedError):
+            encoder.submit(png(20, 20))
+        refused.release()
+
+    callers = [threading.Thread(target=late) for _ in range(5)]
+    for caller in callers:
+        caller.start()
+        caller.join(0.02)
+
+    def interrupted() -> None:
+        with encoder:
+            threading.Timer(0.1, gate.opened.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    for _ in callers:
+        assert refused.acquire(timeout=30)
+    assert running.result(timeout=0)
+    assert waiting.cancelled()
+
+
+def test_a_forked_child_can_make_an_encoder_while_a_picture_was_loading(glm53_checkpoint: Path) -> None:
+    program = (
+        "import os, sys, warnings, mm_encoder\n"
+        "from mm_encoder.media import source\n"
+        "from PIL import Image\n"
+        "warnings.simplefilter('ignore')\n"
+        "with source._PILLOW_LOCK:\n"
+        "    child = os.fork()\n"
+        "if child == 0:\n"
+        "    planner = mm_encoder.MediaPlanner(sys.argv[1])\n"
+        "    assert planner.plan(Image.new('RGB', (30, 30))).length\n"
+        "    os._exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", program, str(glm53_checkpoint)],

@@ -88,6 +88,15 @@ def test_every_part_has_its_layer() -> None:
     assert parts == set(RANK)
 
 
+def test_a_family_is_small_and_none_is_asked_for_elsewhere() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        lines = path.read_text().splitlines()
+        if path.parent.name == "families":
+            assert len(lines) <= 250, path.name
+        else:
+            assert not [line for line in lines if "if family ==" in line or "family.name ==" in line], path
+
+
 def test_importing_starts_no_thread_and_no_cuda() -> None:
     program = (
         "import threading, logging, warnings\n"

@@ -25,6 +25,7 @@ from .trunk import Trunk, load_into
 from .weights import Checkpoint
 
 _CHANNELS = 3
+_TEXT = "deepseek_v41_text"
 _NORM_EPS = 1e-6  # the code's constant; text_config.rms_norm_eps is the language model's
 _FILL = 127  # around a picture that keeps its shape
 _SCOPES = ("vision.", "aligner.", "image_")
@@ -108,6 +109,9 @@ def plan_image(size: ImageSize, config: VisionConfig) -> Plan:
             shrink = min(math.floor(most_w) * cell / width, math.floor(most_h) * cell / height)
             canvas_h = math.floor(height * shrink / patch) * patch
             canvas_w = math.floor(width * shrink / patch) * patch
+    thin = f"an image of {size.width}x{size.height} is too thin for {limit} tokens"
+    if min(canvas_w, canvas_h) < 1 or rows_of(canvas_h // patch, canvas_w // patch) > limit:
+        raise MediaTooLargeError(f"{thin}: it would have no patch left")
     content_w, content_h = canvas_w, canvas_h
     left = top = 0
     if size.width < config.max_wh_ratio * size.height:  # else stretched over the whole canvas
@@ -118,10 +122,7 @@ def plan_image(size: ImageSize, config: VisionConfig) -> Plan:
             content_w = round(size.width / size.height * canvas_h)
             left = round((canvas_w - content_w) * 0.5)
     if min(content_w, content_h) < 1:  # where the reference fails to resize
-        raise MediaTooLargeError(
-            f"an image of {size.width}x{size.height} is too thin for {limit} tokens: it would have no "
-            "pixels left"
-        )
+        raise MediaTooLargeError(f"{thin}: it would have no pixels left")
     content, canvas = ImageSize(content_w, content_h), ImageSize(canvas_w, canvas_h)
     return Plan.on_canvas(size, content, canvas, patch=patch, rows=rows_of, offset=(left, top))
 
@@ -130,15 +131,18 @@ class DeepSeek41(Family):
     """DeepSeek-V4.1-Flash images."""
 
     name = "deepseek41"
-    model_type, architecture, kin = "deepseek_v41", "DeepseekV41ForCausalLM", "deepseek_v4"
+    model_type, architecture, kin = "deepseek_v41", "DeepseekV41ForCausalLM", ("deepseek_v4", "DeepseekV4")
     checkpoints = ("deepseek-ai/DeepSeek-V4.1-Flash", "deepseek-ai/DeepSeek-V4.1-Flash-1017")
 
     @classmethod
     def resembles(cls, config: Mapping[str, Any]) -> str | None:
-        vision = config.get("vision_config")
+        vision, text = config.get("vision_config"), config.get("text_config")
         kind = vision.get("model_type") if isinstance(vision, dict) else None
+        text_kind = text.get("model_type", _TEXT) if isinstance(text, dict) else _TEXT
         if cls.named(config) and kind != "deepseek_v41_vision":
             return f"its vision_config.model_type is {kind!r}, not 'deepseek_v41_vision'"
+        if cls.named(config) and text_kind != _TEXT:
+            return f"its text_config.model_type is {text_kind!r}, not {_TEXT!r}"
         return super().resembles(config)
 
     def __init__(self, checkpoint: Checkpoint) -> None:

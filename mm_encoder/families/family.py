@@ -54,8 +54,8 @@ class Family(ABC):
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     """Either names the family in config.json."""
-    kin: ClassVar[str]
-    """What the model types of its relatives begin with, for which it must not be taken."""
+    kin: ClassVar[tuple[str, str]]
+    """What its relatives' model types and architectures begin with, for which it must not be taken."""
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
@@ -65,9 +65,12 @@ class Family(ABC):
     @classmethod
     def resembles(cls, config: Mapping[str, Any]) -> str | None:
         """Why a config that looks like this family is not of it; None if it is, or does not."""
-        kind = config.get("model_type")
-        if not cls.named(config) and str(kind).startswith(cls.kin):
+        kind, architectures = config.get("model_type"), config.get("architectures")
+        first = architectures[0] if isinstance(architectures, list) and architectures else ""
+        if kind != cls.model_type and str(kind).startswith(cls.kin[0]):
             return f"model_type {kind!r} is another model's"
+        if not cls.named(config) and str(first).startswith(cls.kin[1]):
+            return f"architecture {first!r} is another model's"
         return None
 
     @classmethod
@@ -155,7 +158,10 @@ def read_settings(
         values[field.name] = _checked(
             field.default if value is None else value, field.default, where, name, field.name in zero
         )
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _checked(value: Any, like: Any, where: str, name: str, zero: bool) -> Any:

@@ -156,7 +156,7 @@ class Glm53(Family):
     """GLM-5.3-Flash images."""
 
     name = "glm53"  # recognised by the top level alone: vision_config.model_type differs between copies
-    model_type, architecture, kin = "glm5_next", "Glm5NextForConditionalGeneration", "glm"
+    model_type, architecture, kin = "glm5_next", "Glm5NextForConditionalGeneration", ("glm", "Glm")
     checkpoints = ("zai-org/GLM-5.3-Flash", "nvidia/GLM-5.3-Flash-NVFP4")
 
     def __init__(self, checkpoint: Checkpoint) -> None:

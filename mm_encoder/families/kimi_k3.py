@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..contract import ImageSize, Patches, Plan
+from ..errors import CheckpointError, MediaTooLargeError
 from ..media.geometry import Background, over_background, place, resize_native
 from ..media.patches import patchify
 from ..media.picture import Picture
@@ -26,6 +27,7 @@ from .weights import Checkpoint
 _CHANNELS = 3
 _MERGE = 2
 _ROPE_THETA = 1e4
+_LONGEST = 512  # patches on a side, for which the reference has rotations
 # nn.RMSNorm without an eps takes float32's, for bfloat16 too, since torch 2.7. Ports made on older
 # versions hard-code bfloat16's 2^-7; which one the model was served with first is not known.
 _RMS_EPS = torch.finfo(torch.float32).eps
@@ -95,8 +97,8 @@ class VisionConfig:
         if isinstance(text, dict) and text.get("hidden_size") is not None:
             vision["text_hidden_size"] = text["hidden_size"]
         read = read_settings(cls, vision, where)
-        heads = read.vt_num_attention_heads
-        check_heads(read.qkv_hidden_size, heads, "qkv_hidden_size / vt_num_attention_heads")
+        names = "qkv_hidden_size / vt_num_attention_heads"
+        check_heads(read.qkv_hidden_size, read.vt_num_attention_heads, names)
         return read
 
 
@@ -113,8 +115,7 @@ class ProcessorConfig:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> tuple[ProcessorConfig, Background | None]:
-        where = "media_proc_cfg"
-        file = "preprocessor_config.json"
+        where, file = "media_proc_cfg", "preprocessor_config.json"
         config = section(checkpoint.read_json(file) or {}, where, file)
         require(
             config,
@@ -124,6 +125,8 @@ class ProcessorConfig:
             transparent_bg_fill_stage=("before_resize", "after_resize"),
         )
         read = read_settings(cls, config, where, zero=("image_mean",))
+        if read.patch_limit_on_one_side > _LONGEST:
+            raise CheckpointError(f"{where}.patch_limit_on_one_side must be at most {_LONGEST}")
         if config.get("transparent_bg_config") is None:
             return read, None
         background = section(config, "transparent_bg_config", where)
@@ -143,10 +146,11 @@ def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
         longest / width,
         longest / height,
     )
-    content_w = min(max(1, int(width * scale)), longest)
-    content_h = min(max(1, int(height * scale)), longest)
+    content_w, content_h = (min(max(1, int(side * scale)), longest) for side in size)
     block = patch * _MERGE
     canvas = ImageSize(-(-content_w // block) * block, -(-content_h // block) * block)
+    if max(canvas) > longest:  # an odd limit, which the reference asserts against
+        raise MediaTooLargeError(f"an image of {width}x{height} is padded beyond {longest} pixels")
     content = ImageSize(content_w, content_h)
     return Plan.on_canvas(size, content, canvas, patch=patch, rows=lambda h, w: h * w // _MERGE**2)
 
@@ -155,18 +159,16 @@ class KimiK3(Family):
     """Kimi-K3 images."""
 
     name = "kimi_k3"
-    model_type, architecture, kin = "kimi_k3", "KimiK3ForConditionalGeneration", "kimi"
+    model_type, architecture, kin = "kimi_k3", "KimiK3ForConditionalGeneration", ("kimi", "Kimi")
     merge = _MERGE
     checkpoints = ("moonshotai/Kimi-K3",)
 
     @classmethod
     def resembles(cls, config: Mapping[str, Any]) -> str | None:
         vision = config.get("vision_config")
-        if cls.named(config) and isinstance(vision, dict):  # K2.5 is told apart by its projector
-            if vision.get("mm_projector_type") != "patchmergerv2":
-                return f"mm_projector_type {vision.get('mm_projector_type')!r} is an older model's"
-            if "qkv_hidden_size" not in vision:
-                return "vision_config has no qkv_hidden_size"
+        kind = vision.get("mm_projector_type") if isinstance(vision, dict) else None
+        if cls.named(config) and kind != "patchmergerv2":  # by which K2.5 is told apart
+            return f"mm_projector_type {kind!r} is an older model's"
         return super().resembles(config)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -174,12 +176,10 @@ class KimiK3(Family):
         self.vision = VisionConfig.read(checkpoint.config)
         self.processor, self.background = ProcessorConfig.read(checkpoint)
         check_agreement(patch_size=(self.processor.patch_size, self.vision.patch_size))
-        # x/255 in float64, then (x - mean) * (1/std) in float32, as the reference has it.
+        # x/255, - mean and * 1/std, each in float64 and rounded to float32, as NumPy does in place.
         x = (np.arange(256) / 255.0).astype(np.float32)
-        mean, std = (
-            np.array(v, np.float32)[:, None] for v in (self.processor.image_mean, self.processor.image_std)
-        )
-        self.table = torch.from_numpy((x - mean) * (np.float32(1) / std))
+        mean, std = (np.array(v)[:, None] for v in (self.processor.image_mean, self.processor.image_std))
+        self.table = torch.from_numpy(((x - mean).astype(np.float32) * (1.0 / std)).astype(np.float32))
 
     @property
     def preprocessing(self) -> Mapping[str, Any]:

@@ -26,8 +26,11 @@ def load_family(checkpoint: str | Path, name: str | None = None) -> tuple[Checkp
     opened = Checkpoint(checkpoint)
     config = opened.config
     described = f"model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r}"
-    recognised = next((family for family in FAMILIES if family.recognises(config)), None)
-    if recognised is not None:
+    several = [family for family in FAMILIES if family.recognises(config)]
+    if len(several) > 1:
+        raise CheckpointError(f"config.json is of {' and '.join(f.name for f in several)} ({described})")
+    if several:
+        (recognised,) = several
         if name not in (None, recognised.name):
             raise CheckpointError(
                 f"family={name!r} contradicts config.json, which is of {recognised.name} ({described})"

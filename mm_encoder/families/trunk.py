@@ -152,8 +152,11 @@ def load_into(
     """Give a declared module its values from a checkpoint, of which all under `scopes` must be known."""
     declared = module.state_dict()
     names = {name: rename(name, renames) for name in declared}
-    wanted = {names[name]: value for name, value in declared.items()}
-    tensors = checkpoint.load(wanted, scopes, device, dtype)
+    exact = _norm_tensors(module)
+    wanted = {
+        names[name]: value.to(torch.float32 if name in exact else dtype) for name, value in declared.items()
+    }
+    tensors = checkpoint.load(wanted, scopes, device)
     assign(module, {name: tensors[theirs] for name, theirs in names.items()})
 
 
@@ -165,9 +168,13 @@ def rename(name: str, renames: Renames) -> str:
 
 
 def assign(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a declared module its values; norms keep theirs in float32."""
-    module.load_state_dict(tensors, assign=True)
-    for part in module.modules():
-        if isinstance(part, (RMSNorm, LayerNorm)):
-            part.float()
+    """Give a declared module its values; norms have theirs in float32."""
+    exact = _norm_tensors(module)
+    values = {name: value.float() if name in exact else value for name, value in tensors.items()}
+    module.load_state_dict(values, assign=True)
     module.requires_grad_(False).eval()
+
+
+def _norm_tensors(module: nn.Module) -> set[str]:
+    norms = {name: part for name, part in module.named_modules() if isinstance(part, (RMSNorm, LayerNorm))}
+    return {f"{name}.{tensor}" for name, part in norms.items() for tensor in part.state_dict()}

@@ -72,9 +72,8 @@ class Checkpoint:
         wanted: Mapping[str, torch.Tensor],
         scopes: Sequence[str],
         device: torch.device,
-        dtype: torch.dtype,
     ) -> dict[str, torch.Tensor]:
-        """Read tensors by name as owned copies, each shaped as in `wanted`.
+        """Read tensors by name as owned copies on `device`, each of the shape and dtype in `wanted`.
 
         Every name that begins with one of `scopes` must be known: missing, unexpected, misshapen and
         quantised tensors raise one CheckpointError that lists them all.
@@ -103,7 +102,7 @@ class Checkpoint:
                         quantised.append(f"{name} {kind}")
                     elif not any(faults.values()):
                         # A copy: the file is mapped, and must not be held open by the weights.
-                        tensors[name] = shard.get_tensor(name).to(device, dtype, copy=True)
+                        tensors[name] = shard.get_tensor(name).to(device, wanted[name].dtype, copy=True)
         if any(faults.values()):
             raise CheckpointError(_describe(faults))
         return tensors

@@ -71,6 +71,10 @@ class Background:
     chessboard_white_value: int = 255
     chessboard_gray_value: int = 200
 
+    def __post_init__(self) -> None:
+        if not all(0 <= v <= 255 for v in (self.chessboard_white_value, self.chessboard_gray_value)):
+            raise ValueError(f"levels of a background are 0 to 255, got {self}")
+
     def draw(self, size: ImageSize) -> Pixels:
         """uint8 [height, width, 1]."""
         if self.pattern != "chessboard":

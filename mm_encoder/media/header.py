@@ -104,12 +104,28 @@ _MAGIC = (
     (b"\x1aE\xdf\xa3", "Matroska/WebM video"),
     (b"OggS", "Ogg audio/video"),
     (b"ID3", "MP3 audio"),
+    (b"\xff\xfb", "MP3 audio"),
+    (b"\xff\xf3", "MP3 audio"),
+    (b"\xff\xf2", "MP3 audio"),
+    (b"\xff\xfa", "MP3 audio"),
+    (b"\xff\xf1", "AAC audio"),
+    (b"\xff\xf9", "AAC audio"),
+    (b"#!AMR", "AMR audio"),
+    (b".snd", "AU audio"),
+    (b"caff", "CAF audio"),
+    (b"MThd", "MIDI audio"),
+    (b"RF64", "WAV audio"),
+    (b"\x00\x00\x01\xba", "MPEG video"),
+    (b"\x00\x00\x01\xb3", "MPEG video"),
+    (b"FLV", "Flash video"),
+    (b"\x30\x26\xb2\x75\x8e\x66\xcf\x11", "Windows Media audio/video"),
     (b"fLaC", "FLAC audio"),
     (b"\x1f\x8b", "gzip"),
     (b"PK\x03\x04", "ZIP"),
 )
 _RIFF = {b"WEBP": "WebP", b"WAVE": "WAV audio", b"AVI ": "AVI video"}
-_BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF"}
+_BRANDS = {b"M4A ": "M4A audio", b"M4B ": "M4A audio"}
+_BRANDS |= {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF"}
 _MARKUP = re.compile(rb"\A(?:\xef\xbb\xbf)?\s*<", re.ASCII)
 _SVG = re.compile(rb"<svg[\s>]", re.IGNORECASE)
 _HTML = re.compile(rb"<(?:!doctype html|html|head|body)[\s>]", re.IGNORECASE)
@@ -124,6 +140,12 @@ def sniff(data: bytes) -> str:
         return riff
     if data[4:8] == b"ftyp":
         return _BRANDS.get(data[8:12], "MP4/QuickTime video")
+    if data[4:8] in (b"moov", b"mdat", b"wide"):
+        return "MP4/QuickTime video"
+    if data[:4] == b"FORM" and data[8:12] in (b"AIFF", b"AIFC"):
+        return "AIFF audio"
+    if data[:1] == data[188:189] == b"\x47":
+        return "MPEG transport stream video"
     head = data[:4096]
     if _MARKUP.match(head):
         if _SVG.search(head):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,14 @@ def is_image(value: object) -> bool:
 _PILLOW_LOCK = threading.Lock()
 
 
+def _renew_lock() -> None:
+    global _PILLOW_LOCK
+    _PILLOW_LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it is not in the child
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One still image as taken from the caller: `encoded` bytes, or a `picture` already as shown.
@@ -50,7 +59,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the snapshot plus those of its pixels once decoded, at most."""
+        """Bytes of the snapshot plus those of its pixels once decoded, at four a pixel."""
         if self.picture is not None:
             return self.picture.pixels.nbytes * (1 if self.picture.native is None else 2)
         assert self.encoded is not None

@@ -160,3 +160,16 @@ def test_preprocessing_hash_covers_every_setting(copied: Path) -> None:
         edit(copied, **{key: value})
         seen.add(MediaPlanner(copied).preprocessing_hash)
     assert len(seen) == 4
+
+
+def test_every_size_has_a_plan_within_the_limit_or_is_too_thin() -> None:
+    for ratio in (1, 2, 3):
+        for limit in (4, 5, 9, 44):
+            config = VisionConfig(downsample_ratio=ratio, max_image_tokens=limit, min_pixels=1)
+            for width in (1, 2, 13, 14, 15, 60, 900, 7000):
+                for height in (1, 3, 14, 29, 500, 6000):
+                    try:
+                        plan = plan_image(ImageSize(width, height), config)
+                    except MediaTooLargeError:
+                        continue
+                    assert plan.rows <= limit

@@ -161,6 +161,12 @@ def test_refuses_grids_that_do_not_account_for_the_patches(family: Family) -> No
         (b"\0\0\0\x18ftypisom", "MP4/QuickTime video"),
         (b"\x1aE\xdf\xa3" + bytes(20), "Matroska/WebM video"),
         (b"ID3\x04" + bytes(20), "MP3 audio"),
+        (b"\xff\xfb\x90\x64" + bytes(20), "MP3 audio"),
+        (b"\0\0\0\x18ftypM4A ", "M4A audio"),
+        (b"FORM\0\0\0\0AIFFCOMM", "AIFF audio"),
+        (b"\0\0\0\x08wide\0\0\0\0mdat", "MP4/QuickTime video"),
+        (b"\x47" + bytes(187) + b"\x47" + bytes(187), "MPEG transport stream video"),
+        (b"FLV\x01" + bytes(20), "Flash video"),
     ],
 )
 def test_audio_and_video_are_refused_in_the_familys_name(name: str, data: bytes, kind: str) -> None:
@@ -189,11 +195,11 @@ def test_an_alias_names_the_family_of_an_unknown_config(name: str, tmp_path: Pat
     [
         ("kimi_k3", {"model_type": "kimi_k25"}, "looks like kimi_k3, but model_type 'kimi_k25'"),
         ("kimi_k3", {"mm_projector_type": "patchmerger"}, "looks like kimi_k3, but mm_projector_type"),
-        (
-            "kimi_k3",
-            {"qkv_hidden_size": None},
-            "looks like kimi_k3, but vision_config has no qkv_hidden_size",
-        ),
+        ("kimi_k3", {"only model_type": "kimi_k25"}, "looks like kimi_k3, but model_type 'kimi_k25'"),
+        ("kimi_k3", {"architectures": ["KimiK25ForX"]}, "looks like kimi_k3, but architecture 'KimiK25ForX'"),
+        ("kimi_k3", {"only model_type": "glm5_next"}, "is of glm53 and kimi_k3"),
+        ("deepseek41", {"architectures": ["DeepseekV4ForX"]}, "like deepseek41, but architecture 'Deepseek"),
+        ("deepseek41", {"text.model_type": "deepseek_v4_text"}, "but its text_config.model_type is 'deeps"),
         ("deepseek41", {"model_type": "deepseek_v4"}, "looks like deepseek41, but model_type 'deepseek_v4'"),
         ("deepseek41", {"vision.model_type": "x"}, "looks like deepseek41, but its vision_config.model_type"),
         ("glm53", {"model_type": "glm4v"}, "looks like glm53, but model_type 'glm4v'"),
@@ -207,6 +213,15 @@ def test_a_lookalike_is_refused_with_the_reason(
     for key, value in changes.items():
         if key == "model_type":
             config |= {"model_type": value, "architectures": ["Older"]}
+            continue
+        if key == "only model_type":
+            config["model_type"] = value
+            continue
+        if key == "architectures":
+            config |= {"model_type": None, "architectures": value}
+            continue
+        if key == "text.model_type":
+            config["text_config"]["model_type"] = value
             continue
         key = key.removeprefix("vision.")
         if value is None:
@@ -228,6 +243,17 @@ def test_unexpected_tensors_under_any_scope_are_named(family: Family, tmp_path: 
     save_file(tensors | {stray: torch.ones(1)}, copied / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 unexpected \("):
         Encoder(copied, device="cpu")
+
+
+def test_norms_keep_the_precision_they_are_stored_in(family: Family, tmp_path: Path) -> None:
+    copied = shutil.copytree(GOLDEN / family.name / "checkpoint", tmp_path / "checkpoint")
+    tensors = load_file(copied / "model.safetensors")
+    fine = {n: t.float() + 1e-3 if "norm" in n and t.ndim == 1 else t for n, t in tensors.items()}
+    save_file(fine, copied / "model.safetensors")
+    tower: Any = load_family(copied)[1].build_tower(CPU, torch.bfloat16)
+    stored = {tuple(t.tolist()) for n, t in fine.items() if "norm" in n and t.ndim == 1}
+    held = {tuple(t.tolist()) for n, t in tower.state_dict().items() if "norm" in n and t.ndim == 1}
+    assert held == stored
 
 
 # --- what the towers share ---------------------------------------------------------------------------

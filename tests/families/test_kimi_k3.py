@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from mm_encoder import CheckpointError, Encoder, ImageSize, MediaLimits, MediaPlanner
+from mm_encoder import CheckpointError, Encoder, ImageSize, MediaLimits, MediaPlanner, MediaTooLargeError
 from mm_encoder.families.kimi_k3 import KimiK3, ProcessorConfig, plan_image
 from mm_encoder.families.registry import load_family
 from mm_encoder.media.source import open_source
@@ -191,6 +191,8 @@ def test_an_unsupported_config_is_refused_by_name(
         ({"transparent_bg_fill_stage": "never"}, "only 'before_resize' or 'after_resize'"),
         ({"transparent_bg_config": {"pattern": "plaid"}}, "pattern is 'plaid', only 'chessboard'"),
         ({"in_patch_limit": 0}, "in_patch_limit must be positive"),
+        ({"patch_limit_on_one_side": 513}, "patch_limit_on_one_side must be at most 512"),
+        ({"transparent_bg_config": {"chessboard_gray_value": 300}}, "levels of a background are 0 to 255"),
     ],
 )
 def test_an_unsupported_processor_is_refused_by_name(
@@ -229,3 +231,17 @@ def test_layer_norms_and_biases_where_the_config_has_them(copied: Path) -> None:
         ours, theirs = layered.generate(image)[0].tensor, release.generate(image)[0].tensor
     assert ours.isfinite().all()
     assert not torch.allclose(ours, theirs, atol=1e-2)
+
+
+def test_a_missing_attention_width_is_the_towers(copied: Path) -> None:
+    for change in (None, 64):
+        edit(copied / "config.json", "vision_config", qkv_hidden_size=change, vt_num_attention_heads=4)
+        with pytest.raises(CheckpointError, match=r"misshapen \(.*wo.weight \[64, 96\], not \[64, 64\]"):
+            Encoder(copied, device="cpu")
+
+
+def test_an_odd_limit_that_padding_exceeds_is_refused_for_that_image() -> None:
+    odd = ProcessorConfig(patch_limit_on_one_side=5)
+    assert plan_image(ImageSize(50, 50), odd).grid_thw == (1, 4, 4)
+    with pytest.raises(MediaTooLargeError, match="padded beyond 70 pixels"):
+        plan_image(ImageSize(500, 50), odd)
