@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
-import atexit
 import logging
-import os
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -21,11 +16,11 @@ import torch
 from .config import ImageOptions, MediaLimits, media_limits, model_name, require_int
 from .contract import ImageResult
 from .device import Lane, consumer_stream, default_dtype, parse_device
+from .engine.engine import Engine
 from .engine.job import Job, without_frames
-from .engine.preprocess import Prepare, preprocessing_thread
-from .engine.replica import BuildTower, Replica, ReplicaSettings, TowerFunction
-from .engine.scheduler import Scheduler
-from .errors import ForkedProcessError, MediaError, MMEncoderError, PlanMismatchError
+from .engine.preprocess import Prepare
+from .engine.replica import BuildTower, ReplicaSettings, TowerFunction, build_once
+from .errors import MediaError, MMEncoderError, PlanMismatchError
 from .families.family import Family
 from .families.registry import load_family
 from .media.source import ImageInput, is_image
@@ -83,9 +78,8 @@ class Encoder:
         depth = 2 * replicas_per_gpu if queue_depth is None else queue_depth
         workers = min(4, usable_cpus()) if preprocess_workers is None else preprocess_workers
         require_int("preprocess_workers", workers, 1)
-        self._scheduler = Scheduler(
-            require_int("queue_depth", depth, 1), require_int("queue_bytes", queue_bytes, 1)
-        )
+        require_int("queue_depth", depth, 1)
+        require_int("queue_bytes", queue_bytes, 1)
         self._limits = media_limits(limits)
         self.device = parse_device(device)
         self.dtype = default_dtype(self.device) if dtype is None else dtype
@@ -98,28 +92,17 @@ class Encoder:
         self.family = self._family.name
 
         build = _tower_builder(self._family, self.dtype)
-        settings = ReplicaSettings(
-            self.model, self.device, stream_priority, _once(build) if share_weights else build
+        self._engine = Engine(
+            ReplicaSettings(
+                self.model, self.device, stream_priority, build_once(build) if share_weights else build
+            ),
+            _preparation(self._family, self._limits, self.model),
+            replicas=replicas_per_gpu,
+            workers=workers,
+            depth=depth,
+            max_bytes=queue_bytes,
         )
-        replicas = [Replica(i, settings, self._scheduler) for i in range(replicas_per_gpu)]
-        prepare = _preparation(self._family, self._limits, self.model)
-        self._threads: list[threading.Thread] = []  # those that were started
-        self._pid = os.getpid()
-        self._end = partial(_end, self._scheduler, self._threads, self._pid)
-        atexit.register(self._end)
-        weakref.finalize(self, _abandon, self._scheduler, self._end, self._pid).atexit = False
-        try:
-            for replica in replicas:
-                replica.thread.start()
-                self._threads.append(replica.thread)
-            self.stream_priority = [replica.loaded.result() for replica in replicas].pop()
-            for index in range(workers):
-                thread = preprocessing_thread(index, self._scheduler, prepare)
-                thread.start()
-                self._threads.append(thread)
-        except BaseException:
-            self.close()
-            raise
+        self.stream_priority = self._engine.stream_priority
         for index in range(replicas_per_gpu):
             logger.info(
                 "ready: %s (%s) replica %d of %d on %s, %s, stream priority %d",
@@ -141,7 +124,7 @@ class Encoder:
         PlanMismatchError before the tower runs. If an image is at fault its error is raised, with its
         index in the message, once nothing of the call is running any more.
         """
-        self._require_usable()
+        self._engine.require_usable()
         single = is_image(images) or hasattr(images, "read")  # an open file is no iterable of images
         jobs: list[Job] = []
         futures: list[Future[ImageResult]] = []
@@ -167,7 +150,7 @@ class Encoder:
             return [future.result() for future in futures]
         finally:
             wait([future for future in futures if not future.cancel()])
-            self._scheduler.wait_prepared(jobs)
+            self._engine.scheduler.wait_prepared(jobs)
             # What is raised holds this frame, which must not hold it, nor the results of the others.
             futures.clear()
             jobs.clear()
@@ -188,20 +171,11 @@ class Encoder:
         threads: they should be brief, and calling the encoder from them raises RuntimeError, since waiting
         there would be waiting for themselves. Raises EncoderClosedError, ForkedProcessError.
         """
-        self._require_usable()
+        self._engine.require_usable()
         try:
             return self._admit(image, expected_tokens, image_options).future
         except (MediaError, PlanMismatchError) as error:
             return _failed(without_frames(error))
-
-    def _require_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcessError(
-                "this encoder was made before the process was forked; make one in the child, or spawn it"
-            )
-        if threading.current_thread() in self._threads:
-            raise RuntimeError("a result's callback must not call the encoder; hand the work to a thread")
-        self._scheduler.require_open()
 
     def _admit(self, image: ImageInput, expected: int | None, options: ImageOptions | None) -> Job:
         """Take a snapshot, plan it, and wait for a slot."""
@@ -211,7 +185,7 @@ class Encoder:
             raise PlanMismatchError(f"expected {expected} tokens, but this image makes {plan.rows}")
         nbytes = source.nbytes + 3 * plan.canvas.width * plan.canvas.height
         job = Job(source, plan, consumer_stream(self.device), nbytes)
-        self._scheduler.admit(job)
+        self._engine.scheduler.admit(job)
         return job
 
     def encode_image(self, data: ImageInput) -> dict[str, torch.Tensor]:
@@ -231,18 +205,14 @@ class Encoder:
 
         From a result's callback it stops admission and returns; the threads end by themselves.
         """
-        self._shut(drain=True)
-
-    def _shut(self, *, drain: bool) -> None:
-        atexit.unregister(self._end)
-        _end(self._scheduler, self._threads, self._pid, drain=drain)
+        self._engine.close(drain=True)
 
     def __enter__(self) -> Encoder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an exception nobody is left to read the results.
-        self._shut(drain=kind is None)
+        self._engine.close(drain=kind is None)
 
 
 def _require_absent(**later: object) -> None:
@@ -306,36 +276,3 @@ def _tower_builder(family: Family, dtype: torch.dtype) -> BuildTower:
         return tower
 
     return build
-
-
-def _once(build: BuildTower) -> BuildTower:
-    """`build`, run by the first replica that gets here; the others take what it built."""
-    lock, built = threading.Lock(), list[TowerFunction]()
-
-    def build_once(lane: Lane) -> TowerFunction:
-        with lock:
-            if not built:
-                built.append(build(lane))
-            return built[0]
-
-    return build_once
-
-
-def _end(scheduler: Scheduler, threads: list[threading.Thread], pid: int, *, drain: bool = False) -> None:
-    if os.getpid() != pid:  # a forked child has neither the threads nor a lock it may wait for
-        return
-    scheduler.close()
-    if not drain:  # at interpreter exit nobody is left to read the results
-        scheduler.cancel_waiting()
-    if threading.current_thread() not in threads:  # two callbacks that close would wait for each other
-        for thread in threads:
-            thread.join()
-
-
-def _abandon(scheduler: Scheduler, at_exit: Callable[[], None], pid: int) -> None:
-    """End an encoder that was dropped. Garbage collection may run in any thread at any point, inside the
-    scheduler's lock too, so the lock is taken in a thread of its own.
-    """
-    atexit.unregister(at_exit)
-    if not scheduler.closed and os.getpid() == pid:
-        _thread.start_new_thread(scheduler.close, ())

@@ -255,7 +255,7 @@ def test_a_bad_image_is_named_by_its_index_and_the_encoder_goes_on(encoder: Enco
         encoder.generate(b"")
     with pytest.raises(TypeError, match=r"^images\[1\]: an image is bytes, .* got int"):
         encoder.generate([images[0], 7])  # type: ignore[list-item]
-    assert encoder._scheduler.held == (0, 0)
+    assert encoder._engine.scheduler.held == (0, 0)
     assert len(encoder.generate(images[:2])) == 2
 
 
@@ -305,7 +305,7 @@ def test_after_a_failed_generate_nothing_is_left_running(
             with pytest.raises(MediaError, match=r"^images\[3\]: "):
                 encoder.generate(images)
             assert preparing == 0
-            assert encoder._scheduler.held == (0, 0)
+            assert encoder._engine.scheduler.held == (0, 0)
     assert most > 1
 
 
@@ -523,7 +523,7 @@ def test_replicas_and_callers_give_the_sequential_bits(glm53_checkpoint: Path, s
             thread.start()
         for thread in threads:
             thread.join(120)
-        assert encoder._scheduler.held == (0, 0)
+        assert encoder._engine.scheduler.held == (0, 0)
     for part in range(4):
         for result, wanted in zip(outcomes[part], sequential[part::4], strict=True):
             assert torch.equal(result.tensor, wanted.tensor)
@@ -574,7 +574,19 @@ def test_a_full_queue_blocks_and_cancelling_makes_room(glm53_checkpoint: Path, g
         gate.opened.set()
         for future in (running, waiting[1], *late):
             assert future.result(timeout=30).metadata.length > 0
-    assert encoder._scheduler.held == (0, 0)
+    assert encoder._engine.scheduler.held == (0, 0)
+
+
+def outcome_of(program: str, checkpoint: Path) -> tuple[int, str, str]:
+    """Exit code, output and errors of a Python program that gets a checkpoint as its argument."""
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(checkpoint)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return run.returncode, run.stdout, run.stderr
 
 
 # --- life cycle --------------------------------------------------------------------------------------
@@ -649,7 +661,7 @@ def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: 
         interrupted()
     assert running.result(timeout=0)
     assert all(future.cancelled() for future in waiting)
-    assert encoder._scheduler.held == (0, 0)
+    assert encoder._engine.scheduler.held == (0, 0)
 
 
 def test_a_forked_child_is_told_and_ends(glm53_checkpoint: Path) -> None:
@@ -658,7 +670,7 @@ def test_a_forked_child_is_told_and_ends(glm53_checkpoint: Path) -> None:
         "warnings.simplefilter('ignore')\n"
         "image = numpy.zeros((50, 50, 3), numpy.uint8)\n"
         "encoder = mm_encoder.Encoder(sys.argv[1], device='cpu')\n"
-        "with encoder._scheduler._space:\n"  # forked in the worst moment
+        "with encoder._engine.scheduler._space:\n"  # forked in the worst moment
         "    child = os.fork()\n"
         "if child == 0:\n"
         "    for call in (encoder.generate, encoder.submit):\n"
@@ -675,14 +687,7 @@ def test_a_forked_child_is_told_and_ends(glm53_checkpoint: Path) -> None:
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
         "assert encoder.generate(image)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(glm53_checkpoint)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (run.returncode, run.stderr) == (0, "")
+    assert outcome_of(program, glm53_checkpoint) == (0, "", "")
 
 
 def test_leaving_by_an_exception_admits_nobody_from_the_line(glm53_checkpoint: Path, gate: Gate) -> None:
@@ -729,14 +734,7 @@ def test_a_forked_child_can_make_an_encoder_while_a_picture_was_loading(glm53_ch
         "    os._exit(7)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(glm53_checkpoint)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (run.returncode, run.stderr) == (0, "")
+    assert outcome_of(program, glm53_checkpoint) == (0, "", "")
 
 
 def test_two_callbacks_that_close_do_not_wait_for_each_other(glm53_checkpoint: Path) -> None:
@@ -833,14 +831,7 @@ def test_an_encoder_alive_at_interpreter_exit_ends_cleanly(glm53_checkpoint: Pat
         "image = numpy.zeros((50, 50, 3), numpy.uint8)\n"
         "futures = [encoder.submit(image) for _ in range(5)]\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(glm53_checkpoint)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+    assert outcome_of(program, glm53_checkpoint) == (0, "", "")
 
 
 def test_a_thread_that_cannot_start_stops_the_others(

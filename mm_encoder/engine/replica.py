@@ -92,6 +92,19 @@ class Replica:
         return ImageResult(rows, metadata)
 
 
+def build_once(build: BuildTower) -> BuildTower:
+    """`build`, run by the first replica that gets here; the others take what it built."""
+    lock, built = threading.Lock(), list[TowerFunction]()
+
+    def build_or_take(lane: Lane) -> TowerFunction:
+        with lock:
+            if not built:
+                built.append(build(lane))
+            return built[0]
+
+    return build_or_take
+
+
 def own_storage(rows: torch.Tensor) -> torch.Tensor:
     """`rows`, contiguous and in a storage that holds nothing else."""
     rows = rows.contiguous()
