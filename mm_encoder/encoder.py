@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
@@ -20,7 +20,7 @@ from .engine.engine import Engine
 from .engine.job import Job, without_frames
 from .engine.preprocess import Prepare
 from .engine.replica import BuildTower, ReplicaSettings, TowerFunction, build_once
-from .errors import MediaError, MMEncoderError, PlanMismatchError
+from .errors import EncoderClosedError, MediaError, MMEncoderError, PlanMismatchError
 from .families.family import Family
 from .families.registry import load_family
 from .media.source import ImageInput, is_image
@@ -239,6 +239,8 @@ def _naming(index: int | None) -> Iterator[None]:
     """Put an image's index before the message of what is raised for it."""
     try:
         yield
+    except CancelledError:  # nobody but an encoder that is being left by an exception cancels these
+        raise EncoderClosedError("the encoder was closed before it came to this image") from None
     except (MMEncoderError, TypeError) as error:
         if index is None:
             raise

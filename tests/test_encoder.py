@@ -664,6 +664,33 @@ def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: 
     assert encoder._engine.scheduler.held == (0, 0)
 
 
+def test_generate_in_another_thread_is_told_that_the_encoder_was_closed(
+    glm53_checkpoint: Path, gate: Gate
+) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=9)
+    told = threading.Semaphore(0)
+
+    def elsewhere() -> None:
+        with pytest.raises(EncoderClosedError, match="closed before it came to this image"):
+            encoder.generate([png(20, 20)] * 4)
+        told.release()
+
+    caller = threading.Thread(target=elsewhere)
+    caller.start()
+    assert gate.arrived.acquire(timeout=30)
+    while encoder._engine.scheduler.held[0] < 3:
+        caller.join(0.01)
+
+    def interrupted() -> None:
+        with encoder:
+            threading.Timer(0.1, gate.opened.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert told.acquire(timeout=30)
+
+
 def test_a_forked_child_is_told_and_ends(glm53_checkpoint: Path) -> None:
     program = (
         "import os, sys, numpy, warnings, mm_encoder\n"
