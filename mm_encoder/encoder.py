@@ -127,8 +127,7 @@ class Encoder:
         self._engine.require_usable()
         single = is_image(images) or hasattr(images, "read")  # an open file is no iterable of images
         jobs: list[Job] = []
-        futures: list[Future[ImageResult]] = []
-        job = future = None
+        job = None
         fault = threading.Event()
 
         def watch(done: Future[ImageResult]) -> None:
@@ -140,21 +139,19 @@ class Encoder:
                 with _naming(None if single else len(jobs)):
                     job = self._admit(image, expected, image_options)
                 jobs.append(job)
-                futures.append(job.future)
                 job.future.add_done_callback(watch)
                 if fault.is_set():
                     break  # its error is raised below; nothing more needs to begin
-            for index, future in enumerate(futures):
+            for index, job in enumerate(jobs):
                 with _naming(None if single else index):
-                    future.result()
-            return [future.result() for future in futures]
+                    job.future.result()
+            return [job.future.result() for job in jobs]
         finally:
-            wait([future for future in futures if not future.cancel()])
+            wait([job.future for job in jobs if not job.future.cancel()])
             self._engine.scheduler.wait_prepared(jobs)
             # What is raised holds this frame, which must not hold it, nor the results of the others.
-            futures.clear()
             jobs.clear()
-            del job, future
+            del job
 
     def submit(
         self,
@@ -172,6 +169,8 @@ class Encoder:
         there would be waiting for themselves. Raises EncoderClosedError, ForkedProcessError.
         """
         self._engine.require_usable()
+        if expected_tokens is not None:
+            require_int("expected_tokens", expected_tokens, 1)
         try:
             return self._admit(image, expected_tokens, image_options).future
         except (MediaError, PlanMismatchError) as error:
@@ -181,7 +180,7 @@ class Encoder:
         """Take a snapshot, plan it, and wait for a slot."""
         source = self._family.open(image, self._limits, options)
         plan = self._family.plan(source.size)
-        if expected is not None and require_int("expected_tokens", expected, 1) != plan.rows:
+        if expected is not None and expected != plan.rows:
             raise PlanMismatchError(f"expected {expected} tokens, but this image makes {plan.rows}")
         nbytes = source.nbytes + 3 * plan.canvas.width * plan.canvas.height
         job = Job(source, plan, consumer_stream(self.device), nbytes)

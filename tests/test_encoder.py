@@ -646,11 +646,8 @@ def test_a_callback_may_not_call_the_encoder(encoder: Encoder) -> None:
     assert "callback must not call the encoder" in str(raised[0])
 
 
-def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: Path, gate: Gate) -> None:
-    encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=9)
-    running = encoder.submit(png(20, 20))
-    assert gate.arrived.acquire(timeout=30)
-    waiting = [encoder.submit(png(20, 20)) for _ in range(5)]
+def leave_by_an_exception(encoder: Encoder, gate: Gate) -> None:
+    """Leave the encoder's block by an exception while a tower runs, which then may go on."""
 
     def interrupted() -> None:
         with encoder:
@@ -659,6 +656,15 @@ def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: 
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
+
+
+def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: Path, gate: Gate) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=9)
+    running = encoder.submit(png(20, 20))
+    assert gate.arrived.acquire(timeout=30)
+    waiting = [encoder.submit(png(20, 20)) for _ in range(5)]
+
+    leave_by_an_exception(encoder, gate)
     assert running.result(timeout=0)
     assert all(future.cancelled() for future in waiting)
     assert encoder._engine.scheduler.held == (0, 0)
@@ -681,13 +687,7 @@ def test_generate_in_another_thread_is_told_that_the_encoder_was_closed(
     while encoder._engine.scheduler.held[0] < 3:
         caller.join(0.01)
 
-    def interrupted() -> None:
-        with encoder:
-            threading.Timer(0.1, gate.opened.set).start()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    leave_by_an_exception(encoder, gate)
     assert told.acquire(timeout=30)
 
 
@@ -734,13 +734,7 @@ def test_leaving_by_an_exception_admits_nobody_from_the_line(glm53_checkpoint: P
         caller.start()
         caller.join(0.02)
 
-    def interrupted() -> None:
-        with encoder:
-            threading.Timer(0.1, gate.opened.set).start()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    leave_by_an_exception(encoder, gate)
     for _ in callers:
         assert refused.acquire(timeout=30)
     assert running.result(timeout=0)

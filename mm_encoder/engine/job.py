@@ -61,10 +61,7 @@ class Job:
 
     def tell_cancelled(self) -> None:
         """Release those who wait for the cancelled future; `cancel` alone leaves them waiting."""
-        with self._lock:
-            if not self._told:
-                self._told = True
-                self.future.set_running_or_notify_cancel()
+        self.start()  # which, of a cancelled future, is all that it does
 
     def succeed(self, result: ImageResult) -> None:
         """Hand the result to the caller; the job must be running (see `start`)."""
@@ -74,7 +71,7 @@ class Job:
         """Hand `error`, as one of the library's, to the caller unless they have cancelled."""
         self.source = self.patches = None
         if self.future.running() or self.start():
-            _resolve(self.future.set_exception, _as_ours(error))
+            _resolve(self.future.set_exception, without_frames(_as_ours(error)))
 
 
 def without_frames(error: E) -> E:
@@ -94,15 +91,15 @@ def without_frames(error: E) -> E:
 
 def _as_ours(error: BaseException) -> MMEncoderError:
     if isinstance(error, MMEncoderError):
-        return without_frames(error)
+        return error
     full = out_of_memory(error, "this image; the encoder goes on with the next")
     if full is not None:
-        return without_frames(full)
+        return full
     failed = ReplicaError(f"encoding failed: {type(error).__name__}: {error}")
     failed.__cause__ = error
     # What the frames would have told, as text.
     failed.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
-    return without_frames(failed)
+    return failed
 
 
 def _resolve(setter: Callable[[Any], None], value: Any) -> None:

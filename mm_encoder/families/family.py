@@ -152,8 +152,9 @@ def read_settings(
     """
     values = {}
     for field in fields(cls):  # type: ignore[arg-type]
-        names = [field.name, *((aliases or {}).get(field.name, "").split())]
-        name = next((n for n in names if config.get(n) is not None), field.name)
+        name = field.name
+        if config.get(name) is None:
+            name = (aliases or {}).get(name, name)
         value = config.get(name)
         values[field.name] = _checked(
             field.default if value is None else value, field.default, where, name, field.name in zero

@@ -51,11 +51,6 @@ class Checkpoint:
             raise CheckpointError(f"{name} must hold an object, got {type(value).__name__}")
         return value
 
-    @cached_property
-    def files(self) -> Mapping[str, str]:
-        """Which file each tensor of the checkpoint lies in, by the tensor's name."""
-        return self._files()
-
     def only_prefix(self, prefixes: Sequence[str]) -> str:
         """The one of `prefixes` under which there are tensors; raises when there is none or several."""
         present = [p for p in prefixes if any(name.startswith(p) for name in self.files)]
@@ -79,32 +74,32 @@ class Checkpoint:
         quantised tensors raise one CheckpointError that lists them all.
         """
         names = {name for name in self.files if name.startswith(tuple(scopes))}
-        faults = {
-            "missing": sorted(wanted.keys() - names),
-            "unexpected": sorted(names - wanted.keys()),
-        }
+        missing, unexpected = sorted(wanted.keys() - names), sorted(names - wanted.keys())
+        misshapen: list[str] = []
+        quantised: list[str] = []
         by_file: dict[str, list[str]] = defaultdict(list)
         for name in sorted(wanted.keys() & names):
             by_file[self.files[name]].append(name)
 
         tensors: dict[str, torch.Tensor] = {}
-        wrong, quantised = faults.setdefault("misshapen", []), faults.setdefault("quantised", [])
         for file, inside in by_file.items():
             with self._open(file) as shard:
                 there = set(shard.keys())
-                faults["missing"] += [f"{name} in {file}" for name in inside if name not in there]
+                missing += [f"{name} in {file}" for name in inside if name not in there]
                 for name in sorted(there.intersection(inside)):
                     entry = shard.get_slice(name)
                     shape, kind = tuple(entry.get_shape()), entry.get_dtype()
                     if shape != wanted[name].shape:
-                        wrong.append(f"{name} {list(shape)}, not {list(wanted[name].shape)}")
+                        misshapen.append(f"{name} {list(shape)}, not {list(wanted[name].shape)}")
                     elif kind not in _PLAIN:
                         quantised.append(f"{name} {kind}")
-                    elif not any(faults.values()):
+                    elif not (missing or unexpected or misshapen or quantised):
                         # A copy: the file is mapped, and must not be held open by the weights.
                         tensors[name] = shard.get_tensor(name).to(device, wanted[name].dtype, copy=True)
-        if any(faults.values()):
-            raise CheckpointError(_describe(faults))
+        if missing or unexpected or misshapen or quantised:
+            raise CheckpointError(
+                _describe(missing=missing, unexpected=unexpected, misshapen=misshapen, quantised=quantised)
+            )
         return tensors
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -114,7 +109,9 @@ class Checkpoint:
         with self._open(self.files[name]) as shard:
             return tuple(shard.get_slice(name).get_shape())
 
-    def _files(self) -> dict[str, str]:
+    @cached_property
+    def files(self) -> Mapping[str, str]:
+        """Which file each tensor of the checkpoint lies in, by the tensor's name."""
         index = self.read_json(_INDEX)
         if index is not None:
             weight_map = index.get("weight_map")
@@ -123,7 +120,7 @@ class Checkpoint:
             for file in weight_map.values():
                 if not isinstance(file, str) or Path(file).name != file:
                     raise CheckpointError(f"{_INDEX} names {file!r}, which is no file beside it")
-            return dict(weight_map)
+            return weight_map
         files: dict[str, str] = {}
         for path in sorted(self.path.glob("*.safetensors")):
             with self._open(path.name) as shard:
@@ -142,7 +139,7 @@ class Checkpoint:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def _describe(faults: Mapping[str, Sequence[str]]) -> str:
+def _describe(**faults: Sequence[str]) -> str:
     parts = []
     for kind, names in faults.items():
         if names:
