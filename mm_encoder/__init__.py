@@ -3,11 +3,23 @@
 import logging
 
 from .config import ImageOptions, MediaLimits
-from .contract import ImageMetadata, ImageResult, ImageSize, MediaPlan
+from .contract import (
+    EncoderState,
+    EncoderStats,
+    Health,
+    ImageMetadata,
+    ImageResult,
+    ImageSize,
+    MediaPlan,
+    StageTimes,
+    WorkerHealth,
+)
 from .encoder import Encoder
 from .errors import (
     CheckpointError,
+    DeadlineExceededError,
     DeviceOutOfMemoryError,
+    EncoderBusyError,
     EncoderClosedError,
     ForkedProcessError,
     MediaDecodeError,
@@ -24,10 +36,15 @@ logging.getLogger("mm_encoder").addHandler(logging.NullHandler())
 
 __all__ = [
     "CheckpointError",
+    "DeadlineExceededError",
     "DeviceOutOfMemoryError",
     "Encoder",
+    "EncoderBusyError",
     "EncoderClosedError",
+    "EncoderState",
+    "EncoderStats",
     "ForkedProcessError",
+    "Health",
     "ImageMetadata",
     "ImageOptions",
     "ImageResult",
@@ -41,5 +58,7 @@ __all__ = [
     "MediaTooLargeError",
     "PlanMismatchError",
     "ReplicaError",
+    "StageTimes",
     "UnsupportedMediaError",
+    "WorkerHealth",
 ]

@@ -15,6 +15,15 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
     return value
 
 
+def require_seconds(name: str, value: object) -> float:
+    """Return `value` as a float if it is a number of at least 0; raise saying what would be right."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__}")
+    if not value >= 0:  # NaN is not
+        raise ValueError(f"{name} must be at least 0 seconds, got {value}")
+    return float(value)
+
+
 def model_name(model: str | None, default: str) -> str:
     """The name for metadata and identity. Raises TypeError for what is no str."""
     if model is not None and not isinstance(model, str):

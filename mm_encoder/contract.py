@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -131,3 +132,83 @@ class ImageResult(NamedTuple):
 
     tensor: torch.Tensor
     metadata: ImageMetadata
+
+
+class EncoderState(StrEnum):
+    """Where an encoder is in its life; docs/engine.md draws how it gets from one to another."""
+
+    STARTING = "starting"
+    """Replicas are loading."""
+    READY = "ready"
+    DEGRADED = "degraded"
+    """It serves, but a replica is lost, or a thread has been at one job for longer than it should."""
+    FAILED = "failed"
+    """No replica is left: every call fails at once."""
+    DRAINING = "draining"
+    """It was closed and finishes what it had accepted."""
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHealth:
+    """One thread of the engine. `busy_s`: seconds at its present job, None when it has none. `wedged`:
+    that is longer than the encoder's `wedged_after`.
+    """
+
+    name: str
+    alive: bool
+    busy_s: float | None
+    wedged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """An encoder at one moment.
+
+    `queue_length` and `queue_bytes` are jobs admitted and not yet running, `waiting` callers in line for
+    room, `oldest_s` the age in seconds of the oldest admitted job that is not yet running. `last_error` is
+    the engine's last fault as text; faults of media are the callers' and not counted here.
+    """
+
+    state: EncoderState
+    replicas: tuple[WorkerHealth, ...]
+    preprocessing: tuple[WorkerHealth, ...]
+    queue_length: int
+    queue_bytes: int
+    waiting: int
+    oldest_s: float | None
+    last_error: str | None
+
+    @property
+    def serving(self) -> bool:
+        """Whether new work is accepted: what a readiness probe wants to know."""
+        return self.state in (EncoderState.READY, EncoderState.DEGRADED)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Milliseconds that recent images spent in one stage: nearest-rank percentiles."""
+
+    stage: str
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderStats:
+    """Counts since construction. Every image that was asked for ends as exactly one of `succeeded`,
+    `failed`, `cancelled`, `late` (its deadline passed), `refused` (no room in time, or closed) or is
+    `in_flight`. `errors` counts the failed by the error's name. `stages` covers up to 1024 recent results,
+    `total` included; empty before the first.
+    """
+
+    requests: int
+    in_flight: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    late: int
+    refused: int
+    errors: tuple[tuple[str, int], ...]
+    stages: tuple[StageTimes, ...]

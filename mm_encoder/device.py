@@ -48,8 +48,13 @@ class Lane(Protocol):
     def wait(self) -> None:
         """Wait until everything enqueued on this lane so far is done; for nothing else."""
 
-    def settle(self) -> None:
-        """After a failed job: let nothing of it run on, so that what it left cannot fail the next."""
+    def make_wait(self, consumer: Any) -> None:
+        """Have the stream `consumer` wait for everything enqueued on this lane so far; the host does not."""
+
+    def settle(self) -> bool:
+        """After a failed job: let nothing of it run on, so that what it left cannot fail the next. False if
+        the lane cannot be used any more.
+        """
 
     def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
         """Register `result` with the stream that will read it."""
@@ -72,8 +77,11 @@ class CpuLane:
     def wait(self) -> None:
         pass
 
-    def settle(self) -> None:
+    def make_wait(self, consumer: Any) -> None:
         pass
+
+    def settle(self) -> bool:
+        return True
 
     def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
         pass
@@ -89,6 +97,7 @@ class CudaLane:
         self.priority = self._stream.priority
         # Blocking: the waiting thread sleeps rather than spins on a core the host needs.
         self._done = torch.cuda.Event(blocking=True)
+        self._copied = torch.cuda.Event(blocking=True)
         self._staging: torch.Tensor | None = None
 
     @contextmanager
@@ -98,7 +107,7 @@ class CudaLane:
             yield
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        # The buffer is free again: the previous job was waited for, or settled, hence its copy was.
+        self._copied.synchronize()  # until then the buffer is the previous upload's
         size = host.numel() * host.element_size()
         held = 0 if self._staging is None else self._staging.numel()
         if self._staging is None or held < size:
@@ -107,17 +116,28 @@ class CudaLane:
             self._staging = torch.empty(size_now, dtype=torch.uint8, device="cpu", pin_memory=True)
         staged = self._staging[:size].view(host.dtype).view(host.shape)
         staged.copy_(host)
-        return staged.to(self.device, non_blocking=True)
+        arrived = staged.to(self.device, non_blocking=True)
+        self._copied.record(self._stream)
+        return arrived
 
     def wait(self) -> None:
         self._done.record(self._stream)
         self._done.synchronize()
 
-    def settle(self) -> None:
-        try:
-            self.wait()
-        except Exception:
-            pass  # the job has failed already, and this is what it failed of
+    def make_wait(self, consumer: Any) -> None:
+        self._done.record(self._stream)
+        consumer.wait_event(self._done)
+
+    def settle(self) -> bool:
+        # An error of one job's work is reported once and gone. One that spoilt the context (an illegal
+        # address, a failed assertion, the device gone) is reported by every call from then on.
+        for _ in range(2):
+            try:
+                self.wait()
+            except Exception:
+                continue
+            return True
+        return False
 
     def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
         # The memory belongs to the lane's stream: without this it could be given to the next job

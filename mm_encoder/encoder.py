@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import CancelledError, Future, wait
-from contextlib import contextmanager
-from itertools import repeat
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 
-from .config import ImageOptions, MediaLimits, media_limits, model_name, require_int
-from .contract import ImageResult
-from .device import Lane, consumer_stream, default_dtype, parse_device
+from . import steps
+from .config import ImageOptions, MediaLimits, media_limits, model_name, require_int, require_seconds
+from .contract import EncoderStats, Health, ImageResult
+from .device import consumer_stream, default_dtype, parse_device
+from .engine.admission import arrival
+from .engine.call import Call
 from .engine.engine import Engine
-from .engine.job import Job, without_frames
-from .engine.preprocess import Prepare
-from .engine.replica import BuildTower, ReplicaSettings, TowerFunction, build_once
-from .errors import EncoderClosedError, MediaError, MMEncoderError, PlanMismatchError
-from .families.family import Family
+from .engine.job import Job
+from .engine.replica import ReplicaSettings, build_once
 from .families.registry import load_family
-from .media.source import ImageInput, is_image
+from .media.source import ImageInput, check_input
 from .runtime import usable_cpus
 
 logger = logging.getLogger("mm_encoder")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_REPLICAS = 32
+_HANDOFFS = ("host", "stream")
 
 
 class Encoder:
@@ -43,10 +42,14 @@ class Encoder:
     replicas_per_gpu: 1 to 32, each with its own thread, stream and copy of the weights.
     dtype: of tower and results; bfloat16 on CUDA, float32 on the CPU.
     share_weights: one read-only copy of the weights for all replicas.
+    handoff: "host": a result is complete when it is handed over; "stream": at once, and the stream that
+        was current where the image was submitted waits for it instead of the host. No difference on a CPU.
     queue_depth: jobs admitted and not yet running; 2 a replica.
     queue_bytes: bytes of source and pixels those may hold.
-    preprocess_workers: threads that decode and cut images; min(4, usable CPUs).
+    preprocess_workers: threads that decode and cut images; min(4, usable CPUs). All encoders of a process
+        together prepare no more images at a time than it may use CPUs.
     limits: what one image may weigh.
+    wedged_after: seconds at one image after which `health` calls a thread wedged.
 
     Construction loads every replica. It raises TypeError or ValueError for an impossible argument,
     CheckpointError for an unsuitable checkpoint, and otherwise what the first failing replica raised,
@@ -66,10 +69,12 @@ class Encoder:
         dtype: torch.dtype | None = None,
         share_weights: bool = False,
         batching: None = None,
+        handoff: Literal["host", "stream"] = "host",
         queue_depth: int | None = None,
         queue_bytes: int = 1024**3,
         preprocess_workers: int | None = None,
         limits: MediaLimits | None = None,
+        wedged_after: float = 120.0,
     ) -> None:
         _require_absent(cache=cache, batching=batching)
         if type(stream_priority) is not int:
@@ -80,6 +85,8 @@ class Encoder:
         require_int("preprocess_workers", workers, 1)
         require_int("queue_depth", depth, 1)
         require_int("queue_bytes", queue_bytes, 1)
+        if handoff not in _HANDOFFS:
+            raise ValueError(f"handoff must be 'host' or 'stream', got {handoff!r}")
         self._limits = media_limits(limits)
         self.device = parse_device(device)
         self.dtype = default_dtype(self.device) if dtype is None else dtype
@@ -91,16 +98,22 @@ class Encoder:
         self.model = model_name(model, opened.name)
         self.family = self._family.name
 
-        build = _tower_builder(self._family, self.dtype)
+        build = steps.build_tower(self._family, self.dtype)
         self._engine = Engine(
             ReplicaSettings(
-                self.model, self.device, stream_priority, build_once(build) if share_weights else build
+                self.model,
+                self.device,
+                stream_priority,
+                handoff,
+                build_once(build) if share_weights else build,
             ),
-            _preparation(self._family, self._limits, self.model),
+            steps.open_image(self._family, self._limits),
+            steps.prepare(self._family, self._limits, self.model),
             replicas=replicas_per_gpu,
             workers=workers,
             depth=depth,
             max_bytes=queue_bytes,
+            wedged_after=require_seconds("wedged_after", wedged_after),
         )
         self.stream_priority = self._engine.stream_priority
         for index in range(replicas_per_gpu):
@@ -108,6 +121,7 @@ class Encoder:
                 "ready: %s (%s) replica %d of %d on %s, %s, stream priority %d",
                 *(self.model, self.family, index + 1, replicas_per_gpu),
                 *(self.device, self.dtype, self.stream_priority),
+                extra={"mm_event": "ready", "mm_model": self.model, "mm_worker": index},
             )
 
     def generate(
@@ -116,41 +130,75 @@ class Encoder:
         *,
         expected_tokens: Iterable[int] | None = None,
         image_options: ImageOptions | None = None,
+        timeout: float | None = None,
+        deadline: float | None = None,
     ) -> list[ImageResult]:
         """Encode one image, or an iterable of them, into (rows, metadata) pairs in input order.
 
         Images of one call are preprocessed side by side and may run on different replicas.
         `expected_tokens` holds one positive int an image; a count that differs from the plan's raises
-        PlanMismatchError before the tower runs. If an image is at fault its error is raised, with its
-        index in the message, once nothing of the call is running any more.
+        PlanMismatchError before the tower runs. `timeout` and `deadline` count for each image, as in
+        `submit`. If an image is at fault its error is raised, with its index in the message, once nothing
+        of the call is running any more.
         """
         self._engine.require_usable()
-        single = is_image(images) or hasattr(images, "read")  # an open file is no iterable of images
-        jobs: list[Job] = []
+        call = Call(images, expected_tokens)
         job = None
-        fault = threading.Event()
-
-        def watch(done: Future[ImageResult]) -> None:
-            if not done.cancelled() and done.exception() is not None:
-                fault.set()
-
         try:
-            for image, expected in _with_expected([images] if single else images, expected_tokens):
-                with _naming(None if single else len(jobs)):
-                    job = self._admit(image, expected, image_options)
-                jobs.append(job)
-                job.future.add_done_callback(watch)
-                if fault.is_set():
-                    break  # its error is raised below; nothing more needs to begin
-            for index, job in enumerate(jobs):
-                with _naming(None if single else index):
-                    job.future.result()
-            return [job.future.result() for job in jobs]
+            for index, (image, expected) in enumerate(call.items):
+                with call.naming(index):
+                    job = self._job(image, expected, image_options, timeout, deadline)
+                    self._engine.admit(job, timeout)
+                call.add(job)
+                if call.faulty:
+                    break  # its error is raised below
+            return [call.result(index) for index in range(len(call.jobs))]
         finally:
-            wait([job.future for job in jobs if not job.future.cancel()])
-            self._engine.scheduler.wait_prepared(jobs)
+            wait(call.cancel())
+            if quiet := self._engine.scheduler.quiet(call.jobs):
+                quiet.result()
             # What is raised holds this frame, which must not hold it, nor the results of the others.
-            jobs.clear()
+            call.jobs.clear()
+            del job
+
+    async def generate_async(
+        self,
+        images: ImageInput | Iterable[ImageInput],
+        *,
+        expected_tokens: Iterable[int] | None = None,
+        image_options: ImageOptions | None = None,
+        timeout: float | None = None,
+        deadline: float | None = None,
+    ) -> list[ImageResult]:
+        """`generate` for an event loop, which is never blocked; no thread waits for the call.
+
+        The images are opened in preprocessing threads: they must not be changed before this returns. When
+        the task is cancelled, so is what no replica has taken yet.
+        """
+        self._engine.require_usable()
+        call = Call(images, expected_tokens)
+        job = None
+        try:
+            for index, (image, expected) in enumerate(call.items):
+                with call.naming(index):
+                    job = self._job(image, expected, image_options, timeout, deadline)
+                    await self._engine.admit_async(job, timeout)
+                call.add(job)
+                if call.faulty:
+                    break
+            for index, job in enumerate(call.jobs):
+                await arrival(job.future)
+                call.result(index)
+            return [call.result(index) for index in range(len(call.jobs))]
+        except Exception:
+            for future in call.cancel():
+                await arrival(future)
+            if quiet := self._engine.scheduler.quiet(call.jobs):
+                await arrival(quiet)
+            raise
+        finally:  # of a cancelled task too, or one whose loop is gone: nothing may be waited for here
+            call.cancel()
+            call.jobs.clear()
             del job
 
     def submit(
@@ -159,45 +207,47 @@ class Encoder:
         *,
         expected_tokens: int | None = None,
         image_options: ImageOptions | None = None,
+        timeout: float | None = None,
+        deadline: float | None = None,
     ) -> Future[ImageResult]:
-        """Queue one image; waits for a slot when the queue is full.
+        """Queue one image; waits for room when the queue is full, at most `timeout` seconds (0: not at all).
 
+        `deadline` is a moment on time.monotonic()'s clock: an image that no replica has taken by then is
+        dropped, and its future raises DeadlineExceededError; one that is running finishes.
         The image is copied and its header read before this returns: it may be changed afterwards, and
-        one that can be seen to be at fault fails its future without entering the queue. Cancelling a
+        what can be seen to be wrong with it is in the future at once. Cancelling a
         queued job frees its slot; a running one finishes. Callbacks on the future run in the engine's
         threads: they should be brief, and calling the encoder from them raises RuntimeError, since waiting
-        there would be waiting for themselves. Raises EncoderClosedError, ForkedProcessError.
+        there would be waiting for themselves. Raises EncoderBusyError, EncoderClosedError,
+        ForkedProcessError, and ReplicaError when no replica is left.
         """
         self._engine.require_usable()
         if expected_tokens is not None:
             require_int("expected_tokens", expected_tokens, 1)
-        try:
-            return self._admit(image, expected_tokens, image_options).future
-        except (MediaError, PlanMismatchError) as error:
-            return _failed(without_frames(error))
-
-    def _admit(self, image: ImageInput, expected: int | None, options: ImageOptions | None) -> Job:
-        """Take a snapshot, plan it, and wait for a slot."""
-        source = self._family.open(image, self._limits, options)
-        plan = self._family.plan(source.size)
-        if expected is not None and expected != plan.rows:
-            raise PlanMismatchError(f"expected {expected} tokens, but this image makes {plan.rows}")
-        nbytes = source.nbytes + 3 * plan.canvas.width * plan.canvas.height
-        job = Job(source, plan, consumer_stream(self.device), nbytes)
-        self._engine.scheduler.admit(job)
-        return job
+        job = self._job(image, expected_tokens, image_options, timeout, deadline)
+        self._engine.admit(job, timeout)
+        return job.future
 
     def encode_image(self, data: ImageInput) -> dict[str, torch.Tensor]:
         """Encode one image into named tensors: `embeddings` [rows, width] on the device, and int64
         `embedding_offsets` [2] and `grid_thws` [1, 3] on the CPU. Raises as `generate`.
         """
-        rows, metadata = self.submit(data).result()
-        with torch.inference_mode(False):  # ordinary tensors, wherever this is called from
-            return {
-                "embeddings": rows,
-                "embedding_offsets": torch.tensor(metadata.embedding_offsets, device="cpu"),
-                "grid_thws": torch.tensor(metadata.grid_thws, device="cpu"),
-            }
+        return _named(self.submit(data).result())
+
+    async def encode_image_async(self, data: ImageInput) -> dict[str, torch.Tensor]:
+        """`encode_image` for an event loop, see `generate_async`."""
+        check_input(data, None)
+        return _named((await self.generate_async(data))[0])
+
+    def health(self) -> Health:
+        """State, threads, queue and last fault at this moment; answers after `close` and in callbacks too."""
+        self._engine.require_own_process()
+        return self._engine.health()
+
+    def stats(self) -> EncoderStats:
+        """Counts since construction, and percentiles of recent times by stage. Answers as `health` does."""
+        self._engine.require_own_process()
+        return self._engine.stats()
 
     def close(self) -> None:
         """Stop admission, finish what was accepted, join every thread. Results live on; twice is fine.
@@ -206,12 +256,47 @@ class Encoder:
         """
         self._engine.close(drain=True)
 
+    async def close_async(self) -> None:
+        """`close` for an event loop, which goes on meanwhile. Cancelling the waiting does not stop it."""
+        await self._close_elsewhere(drain=True)
+
+    async def _close_elsewhere(self, *, drain: bool) -> None:
+        closed: Future[None] = Future()
+
+        def close(engine: Engine) -> None:
+            engine.close(drain=drain)
+            closed.set_result(None)
+
+        threading.Thread(target=close, args=(self._engine,), name="mm-encoder-close", daemon=True).start()
+        await arrival(closed)
+
     def __enter__(self) -> Encoder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an exception nobody is left to read the results.
         self._engine.close(drain=kind is None)
+
+    async def __aenter__(self) -> Encoder:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self._close_elsewhere(drain=kind is None)
+
+    def _job(
+        self,
+        image: ImageInput,
+        expected: int | None,
+        options: ImageOptions | None,
+        timeout: float | None,
+        deadline: float | None,
+    ) -> Job:
+        check_input(image, options)
+        if timeout is not None:
+            require_seconds("timeout", timeout)
+        if deadline is not None:
+            require_seconds("deadline", deadline)
+        return Job(image, options, expected, consumer_stream(self.device), deadline)
 
 
 def _require_absent(**later: object) -> None:
@@ -220,60 +305,11 @@ def _require_absent(**later: object) -> None:
             raise NotImplementedError(f"{name}= is not built yet; leave it out or pass None")
 
 
-def _with_expected(items: Any, expected: Iterable[int] | None) -> Iterator[tuple[Any, int | None]]:
-    if expected is None:
-        return zip(items, repeat(None))
-    items, counts = list(items), list(expected)
-    if len(items) != len(counts):
-        raise ValueError(
-            f"expected_tokens must have one count an image: got {len(counts)} for {len(items)} images"
-        )
-    for count in counts:
-        require_int("expected_tokens", count, 1)
-    return zip(items, counts, strict=True)
-
-
-@contextmanager
-def _naming(index: int | None) -> Iterator[None]:
-    """Put an image's index before the message of what is raised for it."""
-    try:
-        yield
-    except CancelledError:  # nobody but an encoder that is being left by an exception cancels these
-        raise EncoderClosedError("the encoder was closed before it came to this image") from None
-    except (MMEncoderError, TypeError) as error:
-        if index is None:
-            raise
-        named = type(error)(f"images[{index}]: {error}")
-        named.__notes__ = list(getattr(error, "__notes__", ()))
-        raise named from error.__cause__ or error
-
-
-def _failed(error: BaseException) -> Future[ImageResult]:
-    future: Future[ImageResult] = Future()
-    future.set_exception(error)
-    return future
-
-
-def _preparation(family: Family, limits: MediaLimits, model: str) -> Prepare:
-    """What a preprocessing thread does with a job."""
-
-    def prepare(job: Job) -> None:
-        source, job.source = job.source, None
-        assert source is not None
-        job.mm_hash = source.mm_hash(model)
-        job.stage_done("hash")
-        picture = source.decode(limits)
-        job.stage_done("decode")
-        job.patches = family.patches(picture, job.plan)
-        job.stage_done("patches")
-
-    return prepare
-
-
-def _tower_builder(family: Family, dtype: torch.dtype) -> BuildTower:
-    def build(lane: Lane) -> TowerFunction:
-        tower = family.build_tower(lane.device, dtype)
-        lane.wait()
-        return tower
-
-    return build
+def _named(result: ImageResult) -> dict[str, torch.Tensor]:
+    rows, metadata = result
+    with torch.inference_mode(False):  # ordinary tensors, wherever this is called from
+        return {
+            "embeddings": rows,
+            "embedding_offsets": torch.tensor(metadata.embedding_offsets, device="cpu"),
+            "grid_thws": torch.tensor(metadata.grid_thws, device="cpu"),
+        }

@@ -8,6 +8,8 @@
     ├─ PlanMismatchError (also ValueError)  plan or expected_tokens disagree with the source
     ├─ CheckpointError                      config, processor or weights are not what the family needs
     ├─ EncoderClosedError                   the encoder was closed
+    ├─ EncoderBusyError                     no room in the queue within the caller's `timeout`
+    ├─ DeadlineExceededError                the caller's `deadline` passed before the tower began
     ├─ ForkedProcessError                   the encoder was made before this process was forked
     └─ ReplicaError                         the engine is at fault; chained to its cause
        └─ DeviceOutOfMemoryError            that job did not fit; the encoder goes on
@@ -50,12 +52,20 @@ class EncoderClosedError(MMEncoderError):
     """The encoder was closed before this call or before it could do this work."""
 
 
+class EncoderBusyError(MMEncoderError):
+    """The queue had no room within the `timeout` that the caller gave; nothing was begun."""
+
+
+class DeadlineExceededError(MMEncoderError):
+    """The caller's `deadline` passed before a replica took the image, which was dropped."""
+
+
 class ForkedProcessError(MMEncoderError):
     """The encoder's threads live in the parent process; make a new encoder, best in a spawned process."""
 
 
 class ReplicaError(MMEncoderError):
-    """A replica failed while encoding; `__cause__` is what it failed with."""
+    """A replica failed while encoding, or none is left; `__cause__` is what it failed with."""
 
 
 class DeviceOutOfMemoryError(ReplicaError):

@@ -36,8 +36,8 @@ from mm_encoder import (
     ReplicaError,
     UnsupportedMediaError,
 )
+from mm_encoder.engine.budget import Budget
 from mm_encoder.engine.job import Job
-from mm_encoder.engine.scheduler import Scheduler
 from mm_encoder.families.glm53 import Glm53, GlmTower
 
 
@@ -51,6 +51,12 @@ def png(width: int, height: int, seed: int = 0) -> bytes:
 def mixed(count: int) -> list[bytes]:
     random.seed(11)
     return [png(random.randint(1, 200), random.randint(1, 200), seed) for seed in range(count)]
+
+
+def in_flight(encoder: Encoder) -> tuple[int, int, int]:
+    """Images with no outcome yet, slots in use, bytes in use."""
+    health = encoder.health()
+    return encoder.stats().in_flight, health.queue_length, health.queue_bytes
 
 
 class Gate:
@@ -106,7 +112,8 @@ def test_metadata_says_what_the_tensor_is(encoder: Encoder, glm53_checkpoint: Pa
     assert metadata.grid_thws == plan.grid_thws
     assert metadata.original_size == plan.original_size == (100, 60)
     assert metadata.cache is None
-    assert [stage for stage, _ in metadata.timings] == ["queue", "hash", "decode", "patches", "wait", "tower"]
+    stages = ["line", "open", "queue", "hash", "decode", "patches", "wait", "tower"]
+    assert [stage for stage, _ in metadata.timings] == stages
     assert pickle.loads(pickle.dumps(metadata)) == metadata
     assert hash(metadata) == hash(pickle.loads(pickle.dumps(metadata)))
     with pytest.raises(AttributeError):
@@ -255,7 +262,7 @@ def test_a_bad_image_is_named_by_its_index_and_the_encoder_goes_on(encoder: Enco
         encoder.generate(b"")
     with pytest.raises(TypeError, match=r"^images\[1\]: an image is bytes, .* got int"):
         encoder.generate([images[0], 7])  # type: ignore[list-item]
-    assert encoder._engine.scheduler.held == (0, 0)
+    assert in_flight(encoder) == (0, 0, 0)
     assert len(encoder.generate(images[:2])) == 2
 
 
@@ -305,7 +312,7 @@ def test_after_a_failed_generate_nothing_is_left_running(
             with pytest.raises(MediaError, match=r"^images\[3\]: "):
                 encoder.generate(images)
             assert preparing == 0
-            assert encoder._engine.scheduler.held == (0, 0)
+            assert in_flight(encoder) == (0, 0, 0)
     assert most > 1
 
 
@@ -523,7 +530,7 @@ def test_replicas_and_callers_give_the_sequential_bits(glm53_checkpoint: Path, s
             thread.start()
         for thread in threads:
             thread.join(120)
-        assert encoder._engine.scheduler.held == (0, 0)
+        assert in_flight(encoder) == (0, 0, 0)
     for part in range(4):
         for result, wanted in zip(outcomes[part], sequential[part::4], strict=True):
             assert torch.equal(result.tensor, wanted.tensor)
@@ -574,7 +581,7 @@ def test_a_full_queue_blocks_and_cancelling_makes_room(glm53_checkpoint: Path, g
         gate.opened.set()
         for future in (running, waiting[1], *late):
             assert future.result(timeout=30).metadata.length > 0
-    assert encoder._engine.scheduler.held == (0, 0)
+    assert in_flight(encoder) == (0, 0, 0)
 
 
 def outcome_of(program: str, checkpoint: Path) -> tuple[int, str, str]:
@@ -667,7 +674,7 @@ def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: 
     leave_by_an_exception(encoder, gate)
     assert running.result(timeout=0)
     assert all(future.cancelled() for future in waiting)
-    assert encoder._engine.scheduler.held == (0, 0)
+    assert in_flight(encoder) == (0, 0, 0)
 
 
 def test_generate_in_another_thread_is_told_that_the_encoder_was_closed(
@@ -684,7 +691,7 @@ def test_generate_in_another_thread_is_told_that_the_encoder_was_closed(
     caller = threading.Thread(target=elsewhere)
     caller.start()
     assert gate.arrived.acquire(timeout=30)
-    while encoder._engine.scheduler.held[0] < 3:
+    while encoder.health().queue_length < 3:
         caller.join(0.01)
 
     leave_by_an_exception(encoder, gate)
@@ -697,7 +704,7 @@ def test_a_forked_child_is_told_and_ends(glm53_checkpoint: Path) -> None:
         "warnings.simplefilter('ignore')\n"
         "image = numpy.zeros((50, 50, 3), numpy.uint8)\n"
         "encoder = mm_encoder.Encoder(sys.argv[1], device='cpu')\n"
-        "with encoder._engine.scheduler._space:\n"  # forked in the worst moment
+        "with encoder._engine.scheduler._to_run:\n"  # forked in the worst moment
         "    child = os.fork()\n"
         "if child == 0:\n"
         "    for call in (encoder.generate, encoder.submit):\n"
@@ -791,16 +798,25 @@ def test_a_callback_that_exits_ends_no_thread_of_the_engine(
     assert "a callback on a result failed" in caplog.text
 
 
+@pytest.mark.parametrize("lock", ["scheduler", "budget"])
 def test_an_encoder_collected_inside_its_own_lock_ends(
-    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lock: str
 ) -> None:
-    release = Scheduler._release
+    if lock == "scheduler":
 
-    def collecting(scheduler: Scheduler, job: Job) -> None:
-        release(scheduler, job)
-        gc.collect()
+        def number(job: Job) -> int:
+            gc.collect()
+            return job.number
 
-    monkeypatch.setattr(Scheduler, "_release", collecting)
+        monkeypatch.setattr("mm_encoder.engine.scheduler._by_number", number)
+    else:
+        advance = Budget._advance
+
+        def collecting(budget: Budget[Job]) -> Any:
+            gc.collect()
+            return advance(budget)
+
+        monkeypatch.setattr(Budget, "_advance", collecting)
     encoder = Encoder(glm53_checkpoint, device="cpu")
     encoder.itself = encoder  # type: ignore[attr-defined]
     gc.disable()

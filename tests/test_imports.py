@@ -19,6 +19,7 @@ LAYERS = [
     {"media", "device"},
     {"families"},
     {"engine"},
+    {"steps"},
     {"planner", "encoder"},
     {"__init__", "viz", "demo"},
     {"cli"},

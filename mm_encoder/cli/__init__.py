@@ -30,7 +30,7 @@ from ..planner import MediaPlanner
 from ..runtime import identity
 from .files import FAULTS, Encoded, Input, check_target, encode_all, expand, replacing, write
 
-_WAITING = ("queue", "wait")  # stages in which nothing is done for the image itself
+_WAITING = ("line", "queue", "wait")  # stages in which nothing is done for the image itself
 
 try:
     import typer

@@ -6,14 +6,19 @@ import _thread
 import atexit
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from ..contract import EncoderState, EncoderStats, Health, WorkerHealth
 from ..errors import ForkedProcessError
-from .preprocess import Prepare, preprocessing_thread
+from .admission import OpenImage, admit, admit_async
+from .job import Job
+from .preprocess import Prepare, Preprocessor
 from .replica import Replica, ReplicaSettings
 from .scheduler import Scheduler
+from .worker import Worker
 
 
 class Engine:
@@ -27,41 +32,83 @@ class Engine:
     def __init__(
         self,
         settings: ReplicaSettings,
+        open_image: OpenImage,
         prepare: Prepare,
         *,
         replicas: int,
         workers: int,
         depth: int,
         max_bytes: int,
+        wedged_after: float,
     ) -> None:
-        self.scheduler = Scheduler(depth, max_bytes)
+        self.scheduler = Scheduler(depth, max_bytes, replicas)
+        self._open_image, self._wedged_after = open_image, wedged_after
+        self._replicas = [Replica(index, settings, self.scheduler) for index in range(replicas)]
+        self._preprocessors = [
+            Preprocessor(index, self.scheduler, open_image, prepare) for index in range(workers)
+        ]
         self._threads: list[threading.Thread] = []  # those that were started
         self._pid = os.getpid()
         self._at_exit = partial(_end, self.scheduler, self._threads, self._pid, drain=False)
         atexit.register(self._at_exit)
         weakref.finalize(self, _abandon, self.scheduler, self._at_exit, self._pid).atexit = False
         try:
-            loading = [Replica(index, settings, self.scheduler) for index in range(replicas)]
-            for replica in loading:
-                self._start(replica.thread)
-            self.stream_priority = [replica.loaded.result() for replica in loading].pop()
-            for index in range(workers):
-                self._start(preprocessing_thread(index, self.scheduler, prepare))
+            deadlines = threading.Thread(
+                target=self.scheduler.deadlines.run, name="mm-encoder-deadlines", daemon=True
+            )
+            for thread in (deadlines, *(replica.thread for replica in self._replicas)):
+                self._start(thread)
+            self.stream_priority = [replica.loaded.result() for replica in self._replicas].pop()
+            for preprocessor in self._preprocessors:
+                self._start(preprocessor.thread)
         except BaseException:
             self.close(drain=False)
             raise
 
+    def admit(self, job: Job, timeout: float | None) -> None:
+        """See `admission.admit`."""
+        admit(self.scheduler, job, self._open_image, timeout)
+
+    async def admit_async(self, job: Job, timeout: float | None) -> None:
+        """See `admission.admit_async`."""
+        await admit_async(self.scheduler, job, timeout)
+
     def require_usable(self) -> None:
         """Raise ForkedProcessError in a forked child, RuntimeError in one of the engine's own threads, where
-        waiting would be waiting for oneself, and EncoderClosedError after `close`.
+        waiting would be waiting for oneself, EncoderClosedError after `close`, and ReplicaError when no
+        replica is left.
         """
+        self.require_own_process()
+        if threading.current_thread() in self._threads:
+            raise RuntimeError("a result's callback must not call the encoder; hand the work to a thread")
+        self.scheduler.require_open()
+
+    def require_own_process(self) -> None:
+        """Raise ForkedProcessError in a forked child."""
         if os.getpid() != self._pid:
             raise ForkedProcessError(
                 "this encoder was made before the process was forked; make one in the child, or spawn it"
             )
-        if threading.current_thread() in self._threads:
-            raise RuntimeError("a result's callback must not call the encoder; hand the work to a thread")
-        self.scheduler.require_open()
+
+    def health(self) -> Health:
+        """How the threads and the queue are at this moment."""
+        waiting = self.scheduler.slots.holders()
+        replicas = self._health_of(self._replicas)
+        preprocessing = self._health_of(self._preprocessors)
+        return Health(
+            state=self._state(all(w.alive and not w.wedged for w in (*replicas, *preprocessing))),
+            replicas=replicas,
+            preprocessing=preprocessing,
+            queue_length=len(waiting),
+            queue_bytes=self.scheduler.bytes.used,
+            waiting=self.scheduler.slots.waiting,
+            oldest_s=max((time.monotonic() - job.born for job in waiting), default=None),
+            last_error=self.scheduler.tally.last_error,
+        )
+
+    def stats(self) -> EncoderStats:
+        """Counts and times since construction."""
+        return self.scheduler.tally.snapshot()
 
     def close(self, *, drain: bool) -> None:
         """Stop admission, finish (`drain`) or cancel what waits, and join every thread.
@@ -74,6 +121,19 @@ class Engine:
     def _start(self, thread: threading.Thread) -> None:
         thread.start()
         self._threads.append(thread)
+
+    def _health_of(self, workers: Sequence[Worker]) -> tuple[WorkerHealth, ...]:
+        return tuple(worker.health(self._wedged_after) for worker in workers)
+
+    def _state(self, all_well: bool) -> EncoderState:
+        if self.scheduler.closed:
+            alive = any(thread.is_alive() for thread in self._threads)
+            return EncoderState.DRAINING if alive else EncoderState.CLOSED
+        if not all(replica.loaded.done() for replica in self._replicas):
+            return EncoderState.STARTING
+        if not self.scheduler.replicas_left:
+            return EncoderState.FAILED
+        return EncoderState.READY if all_well else EncoderState.DEGRADED
 
 
 def _end(scheduler: Scheduler, threads: list[threading.Thread], pid: int, *, drain: bool) -> None:

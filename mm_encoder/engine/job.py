@@ -9,69 +9,120 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, TypeVar
 
+from ..config import ImageOptions
 from ..contract import ImageResult, Patches, Plan
 from ..device import out_of_memory
 from ..errors import MMEncoderError, ReplicaError
-from ..media.source import Source
+from ..media.source import ImageInput, Source
 
 logger = logging.getLogger("mm_encoder")
 
 E = TypeVar("E", bound=BaseException)
 
 
+class JobState(StrEnum):
+    """Where a job is; docs/engine.md draws how it gets from one to another."""
+
+    IN_LINE = "in line"
+    """For a slot of the queue; once opened, for room for its bytes."""
+    OPENING = "opening"
+    """The calling thread takes the snapshot and reads the header."""
+    QUEUED = "queued"
+    PREPARING = "preparing"
+    """A preprocessing thread has it: hash, decode, patches."""
+    READY = "ready"
+    RUNNING = "running"
+    """A replica has it; it can be cancelled no more."""
+    DONE = "done"
+    """Its future has its one outcome."""
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Job:
     """What was asked, what is known by now, and the future that its caller holds.
 
-    `source` and `patches` are dropped as soon as the next stage has what it needs.
+    `image`, `source` and `patches` are dropped as soon as the next stage has what it needs.
     """
 
-    source: Source | None
-    plan: Plan
-    consumer: Any
+    image: ImageInput | None
+    options: ImageOptions | None = None
+    expected: int | None = None
+    consumer: Any = None
     """The stream on which the caller will read the rows; None on the CPU."""
-    nbytes: int
+    deadline: float | None = None
+    """On time.monotonic()'s clock."""
+
     future: Future[ImageResult] = field(default_factory=Future)
+    number: int = 0
+    """Its place in the order of arrival."""
+    source: Source | None = None
+    plan: Plan | None = None
+    """Known once the image is opened."""
     patches: Patches | None = None
     mm_hash: str = ""
-    held: bool = False
-    """Whether the job holds a slot and its bytes; the scheduler's business."""
-    timings: list[tuple[str, float]] = field(default_factory=list)
+    state: JobState = JobState.IN_LINE
+    timings: dict[str, float] = field(default_factory=dict)
+    """Milliseconds by stage."""
+    born: float = field(default_factory=time.monotonic)
     _mark: float = field(default_factory=time.perf_counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _told: bool = False
-    """Whether the waiters of a cancelled future were told; a future allows that once."""
+    _begun: bool = False
+    """Whether the future left its pending state, which it can do once."""
+
+    @property
+    def nbytes(self) -> int:
+        """What the opened job will hold: its snapshot, its pixels and the canvas cut into patches."""
+        assert self.source is not None
+        assert self.plan is not None
+        return self.source.nbytes + 3 * self.plan.canvas.width * self.plan.canvas.height
+
+    def moved(self, state: JobState) -> None:
+        """Note where it is now. What is done stays so, whoever still works on it."""
+        with self._lock:
+            if self.state is not JobState.DONE:
+                self.state = state
 
     def stage_done(self, stage: str) -> None:
         """Book the time since the last stage ended, in milliseconds, under `stage`."""
         now = time.perf_counter()
-        self.timings.append((stage, (now - self._mark) * 1e3))
+        self.timings[stage] = self.timings.get(stage, 0.0) + (now - self._mark) * 1e3
         self._mark = now
 
     def start(self) -> bool:
-        """Point of no return for cancellation; False when the caller has cancelled."""
+        """Point of no return for cancellation; True for the one call that may give the outcome."""
         with self._lock:
-            if not self._told:
-                started = self.future.set_running_or_notify_cancel()
-                self._told = not started
-                return started
-            return False
+            if self._begun:
+                return False
+            self._begun = True
+            return self.future.set_running_or_notify_cancel()
 
     def tell_cancelled(self) -> None:
         """Release those who wait for the cancelled future; `cancel` alone leaves them waiting."""
         self.start()  # which, of a cancelled future, is all that it does
 
+    def let_go(self) -> None:
+        """Hold no picture any more."""
+        self.image = self.source = self.patches = None
+
     def succeed(self, result: ImageResult) -> None:
-        """Hand the result to the caller; the job must be running (see `start`)."""
+        """Hand the result to the caller of a job that was started."""
         _resolve(self.future.set_result, result)
 
     def fail(self, error: BaseException) -> None:
-        """Hand `error`, as one of the library's, to the caller unless they have cancelled."""
-        self.source = self.patches = None
-        if self.future.running() or self.start():
-            _resolve(self.future.set_exception, without_frames(_as_ours(error)))
+        """Hand `error`, as one of the library's, to the caller of a job that was started."""
+        ours = _as_ours(error)
+        if isinstance(ours, ReplicaError):
+            fields = {"mm_event": "job_failed", "mm_error": type(ours).__name__, "mm_state": str(self.state)}
+            logger.warning("an image failed while %s: %s", self.state, ours, extra=fields)
+        _resolve(self.future.set_exception, without_frames(ours))
+
+    def drop(self, error: BaseException) -> None:
+        """Fail the job unless it was started, or cancelled, before."""
+        if self.start():
+            self.fail(error)
 
 
 def without_frames(error: E) -> E:
@@ -89,17 +140,29 @@ def without_frames(error: E) -> E:
     return error
 
 
+def again(error: E, message: str | None = None) -> E:
+    """A copy to be raised elsewhere, as an exception takes on the frames of whoever raises it."""
+    copy = type(error)(*error.args) if message is None else type(error)(message)
+    copy.__cause__ = error.__cause__
+    copy.__notes__ = list(getattr(error, "__notes__", ()))
+    return copy
+
+
 def _as_ours(error: BaseException) -> MMEncoderError:
     if isinstance(error, MMEncoderError):
         return error
     full = out_of_memory(error, "this image; the encoder goes on with the next")
     if full is not None:
         return full
-    failed = ReplicaError(f"encoding failed: {type(error).__name__}: {error}")
-    failed.__cause__ = error
-    # What the frames would have told, as text.
-    failed.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
-    return failed
+    return replica_error("encoding failed", error)
+
+
+def replica_error(what: str, cause: BaseException) -> ReplicaError:
+    """An engine fault, chained to its cause, with what the cause's frames would tell as text."""
+    error = ReplicaError(f"{what}: {type(cause).__name__}: {cause}")
+    error.add_note("".join(traceback.format_tb(cause.__traceback__)).rstrip())
+    error.__cause__ = without_frames(cause)
+    return error
 
 
 def _resolve(setter: Callable[[Any], None], value: Any) -> None:

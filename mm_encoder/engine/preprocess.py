@@ -2,30 +2,77 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable
 
+from ..runtime import usable_cpus
+from .admission import OpenImage
+from .budget import Turn
 from .job import Job
 from .scheduler import Scheduler
+from .worker import Worker
+
+logger = logging.getLogger("mm_encoder")
 
 Prepare = Callable[[Job], None]
 """Fills in `patches` and `mm_hash` and may raise; runs in a preprocessing thread."""
 
-
-def preprocessing_thread(index: int, scheduler: Scheduler, prepare: Prepare) -> threading.Thread:
-    """A thread, not yet started, that prepares queued jobs until the scheduler is closed and empty."""
-    name = f"mm-encoder-prep-{index}"
-    return threading.Thread(target=_run, args=(scheduler, prepare), name=name, daemon=True)
+# All encoders of the process together prepare no more images at a time than it may use CPUs.
+_CPUS = threading.BoundedSemaphore(usable_cpus())
 
 
-def _run(scheduler: Scheduler, prepare: Prepare) -> None:
-    while (job := scheduler.next_to_prepare()) is not None:
-        job.stage_done("queue")
-        try:
-            if not job.future.cancelled():
-                prepare(job)
-        except BaseException as error:
-            job.fail(error)
-        finally:
-            scheduler.prepared(job)
-        del job  # an idle thread keeps no picture alive
+def _renew_cpus() -> None:
+    global _CPUS
+    _CPUS = threading.BoundedSemaphore(usable_cpus())
+
+
+os.register_at_fork(after_in_child=_renew_cpus)  # the threads that held them are not in the child
+
+
+class Preprocessor(Worker):
+    """Prepares queued jobs until the scheduler is closed and empty."""
+
+    def __init__(self, index: int, scheduler: Scheduler, open_image: OpenImage, prepare: Prepare) -> None:
+        super().__init__(f"mm-encoder-prep-{index}")
+        self._scheduler, self._open_image, self._prepare = scheduler, open_image, prepare
+
+    def run(self) -> None:
+        """Go on whatever happens to the thread: it has no state of its own to lose."""
+        while True:
+            try:
+                self._work()
+                return
+            except BaseException as error:  # no job's fault: those are caught at the job
+                logger.exception("%s was interrupted and goes on", self.name)
+                if self.job is not None:
+                    self.job.drop(error)
+                self._scheduler.prepared(self)
+
+    def _work(self) -> None:
+        while (job := self._scheduler.next_to_prepare(self)) is not None:
+            turn = None
+            job.stage_done("queue")
+            try:
+                with _CPUS:
+                    turn = self._prepare_one(job)
+            except BaseException as error:
+                job.drop(error)
+            finally:
+                del job  # an idle thread keeps no picture alive, nor does a turn's callback
+                self._scheduler.prepared(self, turn)
+                turn = None
+
+    def _prepare_one(self, job: Job) -> Turn | None:
+        """Prepare `job`, or return its turn at room for its bytes if it was opened here and has none."""
+        if job.future.done():
+            return None
+        if job.plan is None:
+            self._open_image(job)
+            job.stage_done("open")
+            turn = self._scheduler.bytes.enter(job, job.nbytes)
+            if turn is not None:
+                return turn
+        self._prepare(job)
+        return None

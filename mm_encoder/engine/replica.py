@@ -14,6 +14,7 @@ from ..device import Lane, open_lane, out_of_memory
 from ..errors import ReplicaError
 from .job import Job, without_frames
 from .scheduler import Scheduler
+from .worker import Worker
 
 TowerFunction = Callable[[torch.Tensor, Sequence[tuple[int, int, int]]], torch.Tensor]
 BuildTower = Callable[[Lane], TowerFunction]
@@ -27,40 +28,44 @@ class ReplicaSettings:
     model: str
     device: torch.device
     stream_priority: int
+    handoff: str
+    """"host": a result is complete when its future is; "stream": when the consumer's stream gets there."""
     build_tower: BuildTower
 
 
-class Replica:
+class Replica(Worker):
     """`loaded` resolves to the granted stream priority, or to what failed, once `thread` is started."""
 
     def __init__(self, index: int, settings: ReplicaSettings, scheduler: Scheduler) -> None:
+        super().__init__(f"mm-encoder-replica-{index}")
         self._settings, self._scheduler = settings, scheduler
         self.loaded: Future[int] = Future()
-        self.thread = threading.Thread(target=self._run, name=f"mm-encoder-replica-{index}", daemon=True)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Load, then take jobs; whatever comes out of that ends the replica."""
         try:
             lane = open_lane(self._settings.device, self._settings.stream_priority)
             with lane.entered(), torch.no_grad():
                 tower = self._settings.build_tower(lane)
                 self.loaded.set_result(lane.priority)
-                while (job := self._scheduler.next_to_run()) is not None:
+                while (job := self._scheduler.next_to_run(self)) is not None:
                     self._run_job(lane, tower, job)
+                    self.take(None)
                     del job  # an idle replica keeps no image and no result alive
         except BaseException as error:
             if self.loaded.done():
-                raise
-            ours = out_of_memory(error, "the weights of a replica") or error
-            self.loaded.set_exception(without_frames(ours))
+                self._scheduler.lost(self, error)
+            else:
+                ours = out_of_memory(error, "the weights of a replica") or error
+                self.loaded.set_exception(without_frames(ours))
 
     def _run_job(self, lane: Lane, tower: TowerFunction, job: Job) -> None:
         job.stage_done("wait")
-        if not job.start():
-            return
         try:
             result = self._encode(lane, tower, job)
         except BaseException as error:
-            lane.settle()
+            if not lane.settle():
+                raise  # every later job would fail too
             job.fail(error)
         else:
             job.succeed(result)
@@ -68,12 +73,16 @@ class Replica:
     def _encode(self, lane: Lane, tower: TowerFunction, job: Job) -> ImageResult:
         patches, job.patches = job.patches, None
         assert patches is not None
-        rows = own_storage(tower(lane.upload(patches.data), [patches.plan.grid_thw]))
-        if rows.shape[0] != patches.plan.rows:
+        plan = patches.plan
+        rows = own_storage(tower(lane.upload(patches.data), [plan.grid_thw]))
+        if rows.shape[0] != plan.rows:
             raise ReplicaError(
-                f"the tower gave {rows.shape[0]} rows, the plan has {patches.plan.rows}; this is a bug"
+                f"the tower gave {rows.shape[0]} rows, the plan has {plan.rows}; this is a bug"
             )
-        lane.wait()
+        if self._settings.handoff == "host":
+            lane.wait()
+        else:
+            lane.make_wait(job.consumer)
         lane.hand_over(rows, job.consumer)
         job.stage_done("tower")
         metadata = ImageMetadata(
@@ -84,10 +93,10 @@ class Replica:
             dtype=str(rows.dtype),
             device=str(rows.device),
             strides=rows.stride(),
-            embedding_offsets=job.plan.embedding_offsets,
-            grid_thws=(job.plan.grid_thw,),
-            original_size=(job.plan.source.width, job.plan.source.height),
-            timings=tuple(job.timings),
+            embedding_offsets=plan.embedding_offsets,
+            grid_thws=(plan.grid_thw,),
+            original_size=(plan.source.width, plan.source.height),
+            timings=tuple(job.timings.items()),
         )
         return ImageResult(rows, metadata)
 

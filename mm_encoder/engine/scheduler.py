@@ -1,157 +1,222 @@
-"""The one queue: who may enter, what is prepared next, what runs next.
+"""The one queue: which job is prepared next, which runs next, and when a job's room is given back.
 
-Both waiting rooms, and the line before them, are first come, first served under one lock. A job holds a
-slot and its bytes from admission until a replica takes it, so the number of decoded pictures in memory
-follows the bounds, not the number of callers.
+A job holds a slot from admission, and room for its bytes from when it was opened, until a replica takes
+it; so what waits here follows the bounds and not the number of callers. In the line and in both waiting
+rooms the first to come is the first to go. A job that has a slot is accepted: closing finishes it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import count
 
 from ..contract import ImageResult
-from ..errors import EncoderClosedError
-from .job import Job
+from ..errors import EncoderClosedError, MMEncoderError
+from .budget import Budget, Turn
+from .deadlines import Deadlines
+from .job import Job, JobState, again, replica_error
+from .tally import Tally
+from .worker import Worker
+
+logger = logging.getLogger("mm_encoder")
 
 
 class Scheduler:
     """Bounded by `depth` jobs and `max_bytes` bytes admitted and not yet running."""
 
-    def __init__(self, depth: int, max_bytes: int) -> None:
-        self._depth, self._max_bytes = depth, max_bytes
+    def __init__(self, depth: int, max_bytes: int, replicas: int) -> None:
+        self.slots: Budget[Job] = Budget(depth)
+        self.bytes: Budget[Job] = Budget(max_bytes)
+        self.deadlines = Deadlines()
+        self.tally = Tally()
+        self.closed = False
+        self.replicas_left = replicas
+        self._refusal: MMEncoderError | None = None
+        self._numbers = count()
         lock = threading.Lock()
-        self._space = threading.Condition(lock)
         self._to_prepare = threading.Condition(lock)
         self._to_run = threading.Condition(lock)
-        self._line: deque[Job] = deque()
-        self._queued: deque[Job] = deque()
+        self._queued: list[Job] = []
         self._preparing: set[Job] = set()
-        self._ready: deque[Job] = deque()
-        self._jobs = self._bytes = 0
-        self.closed = False
+        self._ready: list[Job] = []
+        self._quiet: list[tuple[frozenset[Job], Turn]] = []
 
-    def admit(self, job: Job) -> None:
-        """Wait in line for room and queue `job`. Raises EncoderClosedError.
+    # --- the callers' side (admission.py) --------------------------------------------------------
 
-        A job larger than the byte bound is admitted once nothing else is held.
-        """
-        with self._space:
-            self._line.append(job)
-            try:
-                while not self.closed and not (self._line[0] is job and self._fits(job)):
-                    self._space.wait()
-            finally:
-                self._line.remove(job)
-                self._space.notify_all()
-            self._require_open()
-            self._jobs += 1
-            self._bytes += job.nbytes
-            job.held = True
-            self._queued.append(job)
-            self._to_prepare.notify()
+    def begin(self, job: Job) -> None:
+        """Take note of a new job, and from here on of its end."""
+        self.tally.begun()
+        job.number = next(self._numbers)
         # By weak reference: a future that held its job would keep its own result alive in a cycle.
-        job.future.add_done_callback(partial(self._drop_cancelled, weakref.ref(job)))
+        job.future.add_done_callback(partial(self._over, weakref.ref(job)))
+
+    def queue(self, job: Job) -> None:
+        """Let a job be prepared: one with a slot and, if it was opened, with room for its bytes."""
+        with self._to_prepare:
+            over = job.future.done()
+            if not over:
+                job.moved(JobState.QUEUED)
+                insort(self._queued, job, key=_by_number)
+                self._to_prepare.notify()
+        if over:
+            self._give_back(job)
+            job.let_go()
 
     def require_open(self) -> None:
-        """Raise EncoderClosedError once `close` was called."""
-        with self._space:
-            self._require_open()
+        """Raise EncoderClosedError after `close`, ReplicaError when no replica is left."""
+        if self._refusal is not None:
+            raise again(self._refusal)
 
-    def next_to_prepare(self) -> Job | None:
-        """Wait for a queued job; None once the encoder is closed and the queue is empty."""
+    def quiet(self, jobs: Sequence[Job]) -> Turn | None:
+        """When none of `jobs` is in preparation any more: a cancelled one is let go of only then."""
         with self._to_prepare:
-            while not self._queued and not self.closed:
-                self._to_prepare.wait()
-            if not self._queued:
+            if self._preparing.isdisjoint(jobs):
                 return None
-            job = self._queued.popleft()
-            self._preparing.add(job)
-            return job
+            turn = Turn()
+            self._quiet.append((frozenset(jobs), turn))
+            return turn
 
-    def prepared(self, job: Job) -> None:
-        """Take a job back from preprocessing: it is ready, or over if its future is done."""
-        with self._to_run:
-            self._preparing.remove(job)
-            if job.future.done():
-                self._release(job)
-            else:
-                self._ready.append(job)
-                self._to_run.notify()
-            self._space.notify_all()
-            if self.closed:
-                self._to_run.notify_all()
+    # --- the threads' side (preprocess.py, replica.py) -------------------------------------------
 
-    def next_to_run(self) -> Job | None:
-        """Wait for a ready job; None once the encoder is closed and all accepted work has been taken."""
-        with self._to_run:
-            while not self._ready:
-                if self.closed and not self._queued and not self._preparing:
+    def next_to_prepare(self, worker: Worker) -> Job | None:
+        """Wait for a queued job; None once the encoder is closed and all that it accepted was taken."""
+        with self._to_prepare:
+            while not self._queued:
+                if self.closed and not self.slots.used:
                     return None
-                self._to_run.wait()
-            job = self._ready.popleft()
-            self._release(job)
+                self._to_prepare.wait()
+            job = self._queued[0]
+            worker.take(job)
+            self._preparing.add(job)
+            del self._queued[0]
+            job.moved(JobState.PREPARING)
             return job
 
-    def wait_prepared(self, jobs: Sequence[Job]) -> None:
-        """Wait until none of `jobs` is being prepared: a cancelled one is let go of only then."""
-        with self._space:
-            while not self._preparing.isdisjoint(jobs):
-                self._space.wait()
+    def prepared(self, worker: Worker, turn: Turn | None = None) -> None:
+        """Take back what `worker` prepared: it is ready, or over as its future is, or waits for its `turn`
+        at room for its bytes, after which it is queued again.
+        """
+        job = worker.job
+        if job is None:
+            return
+        with self._to_run:
+            worker.take(None)
+            self._preparing.discard(job)
+            quiet = [turn for jobs, turn in self._quiet if self._preparing.isdisjoint(jobs)]
+            self._quiet = [entry for entry in self._quiet if entry[1] not in quiet]
+            over = job.future.done()
+            if not over and turn is not None:
+                job.moved(JobState.IN_LINE)
+            elif not over:
+                job.moved(JobState.READY)
+                insort(self._ready, job, key=_by_number)
+                self._to_run.notify()
+        if over:
+            self._give_back(job)
+            job.let_go()
+        elif turn is not None:
+            turn.add_done_callback(lambda _: self.queue(job))
+        for waiting in quiet:
+            waiting.set_result(None)
+
+    def next_to_run(self, worker: Worker) -> Job | None:
+        """Wait for a ready job and start it; None once the encoder is closed and all work was taken."""
+        while True:
+            with self._to_run:
+                while not self._ready:
+                    if self.closed and not self.slots.used:
+                        return None
+                    self._to_run.wait()
+                job = self._ready[0]
+                worker.take(job)
+                started = job.start()
+                del self._ready[0]
+                if started:
+                    job.moved(JobState.RUNNING)
+                else:
+                    worker.take(None)
+            self._give_back(job)
+            if started:
+                return job
+
+    def lost(self, worker: Worker, cause: BaseException) -> None:
+        """A replica's thread ends for good: its job fails, and with the last replica all that waits."""
+        worker.lost = True
+        error = replica_error(f"{worker.name} is lost", cause)
+        logger.error("%s", error, extra={"mm_event": "replica_lost", "mm_worker": worker.name})
+        self.tally.last_error = f"ReplicaError: {error}"
+        with self._to_run:
+            self.replicas_left -= 1
+            left = self.replicas_left
+            self._to_run.notify_all()  # it may have been woken for a job that it did not take
+        if not left:
+            self._refuse(error)
+            for job in self.slots.holders():
+                job.drop(again(error))
+        job_of = worker.job
+        worker.take(None)
+        if job_of is not None:
+            job_of.start()
+            job_of.fail(again(error))
+
+    # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop admission; accepted jobs go on."""
-        with self._space:
-            self.closed = True
-            self._wake_all()
+        self._refuse(EncoderClosedError("the encoder is closed"))
+        # Only now: from here on the number of slots in use can only fall.
+        self.closed = True
+        self._wake_all()
 
     def cancel_waiting(self) -> None:
-        """Cancel every job that no replica has taken."""
-        with self._space:
-            waiting = [*self._queued, *self._preparing, *self._ready]
-        for job in waiting:
+        """Cancel every accepted job that no replica has taken."""
+        for job in self.slots.holders():
             job.future.cancel()
 
-    @property
-    def held(self) -> tuple[int, int]:
-        """(jobs, bytes) admitted and not yet running."""
-        with self._space:
-            return self._jobs, self._bytes
+    def _refuse(self, error: MMEncoderError) -> None:
+        self._refusal = error
+        self.slots.close(partial(again, error))
 
-    def _drop_cancelled(self, waiting: weakref.ref[Job], future: Future[ImageResult]) -> None:
-        job = waiting()
-        if job is None or not future.cancelled():
+    def _over(self, watch: weakref.ref[Job], future: Future[ImageResult]) -> None:
+        """A job's future is done, in whatever thread made it so."""
+        job = watch()
+        self.tally.ended(future)
+        if job is None:
             return
-        with self._space:
+        with self._to_prepare:
+            busy = job in self._preparing
+            opening = job.state is JobState.OPENING
             for room in (self._queued, self._ready):
                 if job in room:
                     room.remove(job)
-                    self._release(job)
-            if self.closed:
-                self._wake_all()
-        job.tell_cancelled()
+            job.moved(JobState.DONE)
+        if not busy:
+            self._give_back(job)
+        if not busy and not opening:  # else it is let go of by the thread that has it
+            job.let_go()
+        self.deadlines.forget(job)
+        if future.cancelled():
+            job.tell_cancelled()
 
-    # The rest is called with the lock held.
-
-    def _fits(self, job: Job) -> bool:
-        room = self._jobs < self._depth and self._bytes + job.nbytes <= self._max_bytes
-        return room or self._jobs == 0
-
-    def _release(self, job: Job) -> None:
-        if job.held:
-            job.held = False
-            self._jobs -= 1
-            self._bytes -= job.nbytes
-            self._space.notify_all()
-
-    def _require_open(self) -> None:
+    def _give_back(self, job: Job) -> None:
+        self.bytes.leave(job)
+        self.slots.leave(job)
         if self.closed:
-            raise EncoderClosedError("the encoder is closed")
+            self._wake_all()
 
     def _wake_all(self) -> None:
-        for condition in (self._space, self._to_prepare, self._to_run):
-            condition.notify_all()
+        if not self.slots.used:  # closed, so nothing comes that could have a deadline
+            self.deadlines.end()
+        with self._to_prepare:
+            self._to_prepare.notify_all()
+            self._to_run.notify_all()
+
+
+def _by_number(job: Job) -> int:
+    return job.number

@@ -93,6 +93,16 @@ class Source:
         return digest.hexdigest()
 
 
+def check_input(image: object, options: object) -> None:
+    """Raise TypeError for what is no image, or no ImageOptions or None, whatever it holds."""
+    _checked(options)
+    if not is_image(image):
+        raise TypeError(
+            "an image is bytes, a data URL, a pathlib.Path, a NumPy array or a Pillow image, "
+            f"got {type(image).__name__}"
+        )
+
+
 def open_source(image: ImageInput, limits: MediaLimits, options: ImageOptions | None = None) -> Source:
     """Take a snapshot of `image` and read its size; nothing is decoded yet.
 
@@ -100,7 +110,8 @@ def open_source(image: ImageInput, limits: MediaLimits, options: ImageOptions | 
     image is loaded here, by the host's Pillow and under its settings.
     Raises MediaError for bad media, TypeError for something that is no image at all.
     """
-    options = _checked(options)
+    check_input(image, options)
+    options = options or ImageOptions()
     if isinstance(image, (np.ndarray, Image.Image)):
         return _open_pixels(image, limits, options)
     if isinstance(image, (bytes, bytearray, memoryview)):
@@ -108,13 +119,8 @@ def open_source(image: ImageInput, limits: MediaLimits, options: ImageOptions | 
         data = bytes(image)
     elif isinstance(image, str):
         data = read_data_url(image, limits)
-    elif isinstance(image, Path):
-        data = _read_file(image, limits)
     else:
-        raise TypeError(
-            "an image is bytes, a data URL, a pathlib.Path, a NumPy array or a Pillow image, "
-            f"got {type(image).__name__}"
-        )
+        data = _read_file(image, limits)
     size = read_header(data, limits).shown(options.exif_orientation)
     return Source(size, options, encoded=data)
 
@@ -138,7 +144,7 @@ def size_of(image: ImageInput, limits: MediaLimits, options: ImageOptions | None
     return open_source(image, limits, options).size
 
 
-def _checked(options: ImageOptions | None) -> ImageOptions:
+def _checked(options: object) -> ImageOptions:
     if options is not None and not isinstance(options, ImageOptions):
         raise TypeError(f"image_options must be an ImageOptions, got {type(options).__name__}")
     return options or ImageOptions()

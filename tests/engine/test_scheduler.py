@@ -1,153 +1,233 @@
-"""Admission by jobs and bytes, order, cancellation, closing."""
+"""Admission by jobs and bytes, order, cancellation, deadlines, closing."""
 
 from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
-from concurrent.futures import wait
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from mm_encoder.contract import ImageSize, Plan
-from mm_encoder.engine.job import Job
+from mm_encoder.engine.admission import admit
+from mm_encoder.engine.job import Job, JobState
 from mm_encoder.engine.scheduler import Scheduler
-from mm_encoder.errors import EncoderClosedError
+from mm_encoder.engine.worker import Worker
+from mm_encoder.errors import (
+    DeadlineExceededError,
+    EncoderBusyError,
+    EncoderClosedError,
+    MediaDecodeError,
+    ReplicaError,
+)
 
-SIZE = ImageSize(28, 28)
+SIZE = ImageSize(1, 1)
 PLAN = Plan(source=SIZE, content=SIZE, canvas=SIZE, offset=(0, 0), grid_thw=(1, 2, 2), rows=1)
 
 
-def job(nbytes: int = 1) -> Job:
-    return Job(source=None, plan=PLAN, consumer=None, nbytes=nbytes)
+@dataclass
+class Weight:
+    """Stands for a snapshot: only what it weighs matters here."""
+
+    nbytes: int
+
+
+def job(nbytes: int = 3, **given: Any) -> Job:
+    return Job(nbytes, **given)  # type: ignore[arg-type]
+
+
+def opened(one: Job) -> None:
+    one.source, one.plan = Weight(one.image - 3 * SIZE.width * SIZE.height), PLAN  # type: ignore[assignment,operator]
+
+
+def enter(scheduler: Scheduler, one: Job, timeout: float | None = None) -> Job:
+    admit(scheduler, one, opened, timeout)
+    return one
+
+
+def started(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
 
 
 def blocked(scheduler: Scheduler, waiting: Job) -> threading.Thread:
     """A thread that is waiting to admit a job."""
-    thread = threading.Thread(target=scheduler.admit, args=(waiting,), daemon=True)
-    thread.start()
-    thread.join(0.05)
+    thread = started(lambda: enter(scheduler, waiting))
+    until(lambda: scheduler.slots.waiting + scheduler.bytes.waiting > 0)
+    thread.join(0.02)
     assert thread.is_alive()
     return thread
 
 
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def held(scheduler: Scheduler) -> tuple[int, int]:
+    return scheduler.slots.used, scheduler.bytes.used
+
+
+def take(scheduler: Scheduler) -> Worker:
+    """A worker that has taken the next queued job."""
+    worker = Worker("test")
+    assert scheduler.next_to_prepare(worker) is worker.job
+    return worker
+
+
 def run_one(scheduler: Scheduler) -> Job:
     """Take the next job through preparation and out to a replica."""
-    prepared = scheduler.next_to_prepare()
-    assert prepared is not None
-    scheduler.prepared(prepared)
-    running = scheduler.next_to_run()
+    worker = take(scheduler)
+    prepared = worker.job
+    scheduler.prepared(worker)
+    running = scheduler.next_to_run(worker)
     assert running is prepared
+    assert running is not None
+    worker.take(None)
     return running
 
 
 def test_depth_counts_until_a_job_runs() -> None:
-    scheduler = Scheduler(depth=2, max_bytes=100)
+    scheduler = Scheduler(2, 100, replicas=1)
     jobs = [job() for _ in range(3)]
-    scheduler.admit(jobs[0])
-    scheduler.admit(jobs[1])
+    enter(scheduler, jobs[0])
+    enter(scheduler, jobs[1])
     thread = blocked(scheduler, jobs[2])
-    assert scheduler.held == (2, 2)
+    assert held(scheduler) == (2, 6)
     assert run_one(scheduler) is jobs[0]
     thread.join(5)
     assert not thread.is_alive()
-    assert scheduler.held == (2, 2)
+    assert held(scheduler) == (2, 6)
 
 
 def test_bytes_are_bounded_and_a_giant_enters_alone() -> None:
-    scheduler = Scheduler(depth=10, max_bytes=100)
-    scheduler.admit(job(60))
+    scheduler = Scheduler(10, 100, replicas=1)
+    enter(scheduler, job(60))
     thread = blocked(scheduler, job(60))
     run_one(scheduler)
     thread.join(5)
-    assert scheduler.held == (1, 60)
+    assert held(scheduler) == (1, 60)
     run_one(scheduler)
-    scheduler.admit(job(1000))
-    assert scheduler.held == (1, 1000)
-    blocked(scheduler, job(1))
+    enter(scheduler, job(1000))
+    assert held(scheduler) == (1, 1000)
+    blocked(scheduler, job())
 
 
-def test_first_come_first_served() -> None:
-    scheduler = Scheduler(depth=10, max_bytes=100)
-    jobs = [job() for _ in range(5)]
-    for waiting in jobs:
-        scheduler.admit(waiting)
-    assert [run_one(scheduler) for _ in jobs] == jobs
+def test_first_come_first_served_in_both_rooms() -> None:
+    scheduler = Scheduler(10, 100, replicas=1)
+    jobs = [enter(scheduler, job()) for _ in range(5)]
+    workers = [take(scheduler) for _ in jobs]
+    assert [worker.job for worker in workers] == jobs
+    for worker in reversed(workers):  # the first is the slowest
+        scheduler.prepared(worker)
+    assert [scheduler.next_to_run(worker) for worker in workers] == jobs
 
 
-def test_cancelling_frees_the_slot_at_once_wherever_the_job_is() -> None:
-    scheduler = Scheduler(depth=3, max_bytes=100)
-    queued, ready, preparing = job(), job(), job()
-    scheduler.admit(ready)
-    scheduler.admit(preparing)
-    scheduler.admit(queued)
-    assert scheduler.next_to_prepare() is ready
-    scheduler.prepared(ready)
-    assert scheduler.next_to_prepare() is preparing
+def test_cancelling_frees_the_slot_at_once_unless_a_thread_has_the_job() -> None:
+    scheduler = Scheduler(3, 100, replicas=1)
+    ready, preparing, queued = (enter(scheduler, job()) for _ in range(3))
+    scheduler.prepared(take(scheduler))
+    worker = take(scheduler)
+    assert worker.job is preparing
     assert ready.future.cancel()
-    assert scheduler.held == (2, 2)
+    assert held(scheduler) == (2, 6)
     assert queued.future.cancel()
-    assert scheduler.held == (1, 1)
+    assert held(scheduler) == (1, 3)
     assert preparing.future.cancel()
-    scheduler.prepared(preparing)
-    assert scheduler.held == (0, 0)
+    assert held(scheduler) == (1, 3)
+    scheduler.prepared(worker)
+    assert held(scheduler) == (0, 0)
+    assert {one.state for one in (ready, preparing, queued)} == {JobState.DONE}
+    assert [one.image or one.source or one.patches for one in (ready, preparing, queued)] == [None] * 3
 
 
 def test_a_running_job_cannot_be_cancelled() -> None:
-    scheduler = Scheduler(depth=3, max_bytes=100)
-    scheduler.admit(job())
-    running = run_one(scheduler)
-    assert running.start()
-    assert not running.future.cancel()
+    scheduler = Scheduler(3, 100, replicas=1)
+    enter(scheduler, job())
+    assert not run_one(scheduler).future.cancel()
 
 
 def test_closing_wakes_everyone_and_drains_what_was_accepted() -> None:
-    scheduler = Scheduler(depth=1, max_bytes=100)
-    scheduler.admit(accepted := job())
+    scheduler = Scheduler(1, 100, replicas=1)
+    accepted = enter(scheduler, job())
     refused: list[BaseException] = []
 
     def late() -> None:
         try:
-            scheduler.admit(job())
+            enter(scheduler, job())
         except EncoderClosedError as error:
             refused.append(error)
 
-    callers = [threading.Thread(target=late) for _ in range(3)]
-    for caller in callers:
-        caller.start()
+    callers = [started(late) for _ in range(3)]
+    until(lambda: scheduler.slots.waiting == 3)
     scheduler.close()
     for caller in callers:
         caller.join(5)
-    assert len(refused) == 3
+    assert len(set(map(id, refused))) == 3  # each has one of its own
     assert run_one(scheduler) is accepted
-    assert scheduler.next_to_prepare() is None
-    assert scheduler.next_to_run() is None
+    worker = Worker("test")
+    assert scheduler.next_to_prepare(worker) is None
+    assert scheduler.next_to_run(worker) is None
     with pytest.raises(EncoderClosedError):
-        scheduler.admit(job())
+        enter(scheduler, job())
+    assert scheduler.tally.snapshot().refused == 4
 
 
-def test_a_closed_scheduler_waits_for_a_job_still_in_preparation() -> None:
-    scheduler = Scheduler(depth=1, max_bytes=100)
-    scheduler.admit(job())
-    preparing = scheduler.next_to_prepare()
-    assert preparing is not None
+@pytest.mark.parametrize("stage", ["opening", "bytes", "preparing"])
+def test_a_closed_scheduler_waits_for_what_it_accepted(stage: str) -> None:
+    scheduler = Scheduler(2, 100, replicas=1)
+    gate = threading.Event()
+
+    def slow(one: Job) -> None:
+        assert gate.wait(30)
+        opened(one)
+
+    worker = None
+    if stage == "bytes":
+        enter(scheduler, job(90))
+        blocked(scheduler, accepted := job(90))
+    else:
+        accepted = job()
+        started(lambda: admit(scheduler, accepted, slow, None))
+        until(lambda: accepted.state is JobState.OPENING)
+    if stage == "preparing":
+        gate.set()
+        worker = take(scheduler)
     scheduler.close()
     got: list[Job | None] = []
-    replica = threading.Thread(target=lambda: got.append(scheduler.next_to_run()), daemon=True)
-    replica.start()
+    replica = started(lambda: got.extend(iter(lambda: scheduler.next_to_run(Worker("test")), None)))
     replica.join(0.05)
     assert replica.is_alive()
-    scheduler.prepared(preparing)
+    gate.set()
+    if worker is not None:
+        scheduler.prepared(worker)
+    else:
+        started(
+            lambda: [scheduler.prepared(worker) for worker in iter(lambda: take_or_none(scheduler), None)]
+        )
     replica.join(5)
-    assert got == [preparing]
+    assert not replica.is_alive()
+    assert got[-1] is accepted
+
+
+def take_or_none(scheduler: Scheduler) -> Worker | None:
+    worker = Worker("test")
+    return worker if scheduler.next_to_prepare(worker) else None
 
 
 def test_cancelling_the_last_job_of_a_closed_scheduler_lets_replicas_go() -> None:
-    scheduler = Scheduler(depth=2, max_bytes=100)
-    scheduler.admit(waiting := job())
+    scheduler = Scheduler(2, 100, replicas=1)
+    waiting = enter(scheduler, job())
     scheduler.close()
-    replica = threading.Thread(target=scheduler.next_to_run, daemon=True)
-    replica.start()
+    replica = started(lambda: scheduler.next_to_run(Worker("test")))
     replica.join(0.05)
     assert replica.is_alive()
     waiting.future.cancel()
@@ -156,8 +236,8 @@ def test_cancelling_the_last_job_of_a_closed_scheduler_lets_replicas_go() -> Non
 
 
 def test_a_future_does_not_keep_its_job_alive() -> None:
-    scheduler = Scheduler(depth=1, max_bytes=100)
-    scheduler.admit(job())
+    scheduler = Scheduler(1, 100, replicas=1)
+    enter(scheduler, job())
     done = run_one(scheduler)
     future, watch = done.future, weakref.ref(done)
     gc.disable()
@@ -171,29 +251,33 @@ def test_a_future_does_not_keep_its_job_alive() -> None:
 
 @pytest.mark.parametrize("stage", ["queued", "preparing", "ready"])
 def test_whoever_waits_for_a_cancelled_job_is_released(stage: str) -> None:
-    scheduler = Scheduler(depth=2, max_bytes=100)
-    scheduler.admit(waiting := job())
+    scheduler = Scheduler(2, 100, replicas=1)
+    waiting = enter(scheduler, job())
     if stage != "queued":
-        scheduler.next_to_prepare()
+        worker = take(scheduler)
     if stage == "ready":
-        scheduler.prepared(waiting)
+        scheduler.prepared(worker)
     waiting.future.cancel()
     assert wait([waiting.future], timeout=5).not_done == set()
     assert not waiting.start()
-    waiting.fail(ValueError())
+    waiting.drop(ValueError())
     assert waiting.future.cancelled()
 
 
-def test_cancelling_races_with_starting_and_one_of_them_wins() -> None:
-    for _ in range(200):
-        scheduler = Scheduler(depth=1, max_bytes=100)
-        scheduler.admit(racing := job())
-        barrier = threading.Barrier(2)
+def test_cancelling_dropping_and_starting_race_and_one_of_them_wins() -> None:
+    for _ in range(300):
+        scheduler = Scheduler(1, 100, replicas=1)
+        racing = enter(scheduler, job())
+        barrier = threading.Barrier(3)
         outcome: list[bool] = []
 
         def cancel(racing: Job = racing, barrier: threading.Barrier = barrier) -> None:
             barrier.wait()
             racing.future.cancel()
+
+        def drop(racing: Job = racing, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            racing.drop(DeadlineExceededError())
 
         def start(
             racing: Job = racing, barrier: threading.Barrier = barrier, outcome: list[bool] = outcome
@@ -201,41 +285,227 @@ def test_cancelling_races_with_starting_and_one_of_them_wins() -> None:
             barrier.wait()
             outcome.append(racing.start())
 
-        threads = [threading.Thread(target=cancel), threading.Thread(target=start)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        for thread in [started(work) for work in (cancel, drop, start)]:
             thread.join(10)
-        assert outcome == [not racing.future.cancelled()]
-        if racing.future.cancelled():
+        late = not outcome[0] and not racing.future.cancelled()
+        if not outcome[0]:
             assert wait([racing.future], timeout=5).not_done == set()
+            assert racing.future.cancelled() or isinstance(racing.future.exception(), DeadlineExceededError)
+            assert held(scheduler) == (0, 0)
+        stats = scheduler.tally.snapshot()
+        assert (stats.in_flight, stats.cancelled, stats.late) == (
+            outcome[0],
+            racing.future.cancelled(),
+            late,
+        )
 
 
 def test_a_large_job_is_not_overtaken_by_small_ones() -> None:
-    scheduler = Scheduler(depth=10, max_bytes=100)
-    scheduler.admit(job(50))
+    scheduler = Scheduler(10, 100, replicas=1)
+    enter(scheduler, job(50))
     large, small = job(80), job(10)
     first = blocked(scheduler, large)
-    second = blocked(scheduler, small)  # there is room for it, and it waits its turn
+    second = started(lambda: enter(scheduler, small))  # there is room for it, and it waits its turn
+    until(lambda: scheduler.bytes.waiting == 2)
     run_one(scheduler)
     first.join(5)
     second.join(5)
-    assert scheduler.held == (2, 90)
+    assert held(scheduler) == (2, 90)
     assert [run_one(scheduler), run_one(scheduler)] == [large, small]
 
 
 def test_waiting_for_what_is_being_prepared() -> None:
-    scheduler = Scheduler(depth=3, max_bytes=100)
-    first, second = job(), job()
-    scheduler.admit(first)
-    scheduler.admit(second)
-    scheduler.wait_prepared([first, second])
-    assert scheduler.next_to_prepare() is first
-    waiting = threading.Thread(target=scheduler.wait_prepared, args=([second, first],), daemon=True)
-    waiting.start()
-    waiting.join(0.05)
-    assert waiting.is_alive()
+    scheduler = Scheduler(3, 100, replicas=1)
+    first, second = enter(scheduler, job()), enter(scheduler, job())
+    assert scheduler.quiet([first, second]) is None
+    worker = take(scheduler)
+    quiet = scheduler.quiet([second, first])
+    assert quiet is not None
     first.future.cancel()
-    scheduler.prepared(first)
-    waiting.join(5)
-    assert not waiting.is_alive()
+    assert not quiet.done()
+    scheduler.prepared(worker)
+    assert quiet.done()
+
+
+# --- timeouts and deadlines --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [0, 0.02])
+@pytest.mark.parametrize("full", ["slots", "bytes"])
+def test_a_full_queue_refuses_in_time(timeout: float, full: str) -> None:
+    scheduler = Scheduler(1 if full == "slots" else 9, 100, replicas=1)
+    enter(scheduler, job(90))
+    refused = job(90)
+    with pytest.raises(EncoderBusyError, match="queue is full"):
+        enter(scheduler, refused, timeout)
+    assert held(scheduler) == (1, 90)
+    assert scheduler.slots.waiting == scheduler.bytes.waiting == 0
+    assert isinstance(refused.future.exception(timeout=0), EncoderBusyError)
+    stats = scheduler.tally.snapshot()
+    assert (stats.requests, stats.refused, stats.in_flight) == (2, 1, 1)
+    run_one(scheduler)
+    enter(scheduler, job(90), 0)
+
+
+def test_the_timeout_is_for_both_waits_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(1, 100, replicas=1)
+    enter(scheduler, job(90))
+    clock = [1000.0]
+    monkeypatch.setattr("mm_encoder.engine.admission.time.monotonic", lambda: clock[0])
+
+    def slow(one: Job) -> None:
+        clock[0] += 60  # more than the whole timeout, spent on opening
+        opened(one)
+        scheduler.bytes.enter(job(90), 90)
+
+    run_one(scheduler)
+    with pytest.raises(EncoderBusyError):
+        admit(scheduler, job(90), slow, 50)
+
+
+@pytest.mark.parametrize("far", [1e9, float("inf")])
+def test_endless_timeouts_and_deadlines_wait(far: float) -> None:
+    scheduler = Scheduler(1, 100, replicas=1)
+    deadlines = started(scheduler.deadlines.run)
+    enter(scheduler, job(deadline=far))
+    caller = started(lambda: enter(scheduler, job(deadline=far), far))
+    until(lambda: scheduler.slots.waiting == 1)
+    run_one(scheduler)
+    caller.join(5)
+    assert not caller.is_alive()
+    assert deadlines.is_alive()
+    scheduler.deadlines.end()
+    deadlines.join(5)
+
+
+@pytest.mark.parametrize("stage", ["line", "bytes", "queued", "preparing", "ready"])
+def test_what_is_late_is_dropped_wherever_it_waits(stage: str) -> None:
+    scheduler = Scheduler(1 if stage == "line" else 9, 100, replicas=1)
+    deadlines = started(scheduler.deadlines.run)
+    worker = None
+    if stage in ("line", "bytes"):
+        enter(scheduler, job(90))
+    late = job(90, deadline=time.monotonic() + 0.1)
+    caller = started(lambda: enter(scheduler, late))
+    if stage in ("preparing", "ready"):
+        until(lambda: late.state is JobState.QUEUED)
+        worker = take(scheduler)
+    if worker and stage == "ready":
+        scheduler.prepared(worker)
+    assert isinstance(late.future.exception(timeout=30), DeadlineExceededError)
+    caller.join(5)
+    assert not caller.is_alive()
+    if worker and stage == "preparing":
+        assert held(scheduler) == (1, 90)
+        scheduler.prepared(worker)
+    others = stage in ("line", "bytes")
+    assert held(scheduler) == (others, 90 * others)
+    stats = scheduler.tally.snapshot()
+    assert (stats.late, stats.in_flight) == (1, others)
+    scheduler.deadlines.end()
+    deadlines.join(5)
+    assert not deadlines.is_alive()
+
+
+def test_a_deadline_that_has_passed_is_told_at_once_and_a_running_job_finishes() -> None:
+    scheduler = Scheduler(1, 100, replicas=1)  # nobody watches
+    late = enter(scheduler, job(deadline=1e-9))
+    assert isinstance(late.future.exception(timeout=0), DeadlineExceededError)
+    assert held(scheduler) == (0, 0)
+    running_at = time.monotonic() + 0.05
+    enter(scheduler, job(deadline=running_at))
+    running = run_one(scheduler)
+    deadlines = started(scheduler.deadlines.run)
+    until(lambda: time.monotonic() > running_at + 0.05)
+    assert not running.future.done()
+    scheduler.deadlines.end()
+    deadlines.join(5)
+
+
+def test_an_earlier_deadline_that_comes_later_is_kept() -> None:
+    scheduler = Scheduler(9, 100, replicas=1)
+    deadlines = started(scheduler.deadlines.run)
+    now = time.monotonic()
+    far = enter(scheduler, job(deadline=now + 3600))
+    until(lambda: scheduler.deadlines._next is not None)
+    near = enter(scheduler, job(deadline=now + 0.05))
+    assert isinstance(near.future.exception(timeout=30), DeadlineExceededError)
+    assert not far.future.done()
+    far.future.cancel()
+    assert scheduler.deadlines._watched == {}
+    scheduler.deadlines.end()
+    deadlines.join(5)
+
+
+# --- faults ------------------------------------------------------------------------------------------
+
+
+def test_a_fault_in_opening_gives_the_slot_back() -> None:
+    scheduler = Scheduler(1, 100, replicas=1)
+
+    def broken(one: Job) -> None:
+        raise MediaDecodeError("the image is empty")
+
+    bad = job()
+    admit(scheduler, bad, broken, None)
+    assert isinstance(bad.future.exception(timeout=0), MediaDecodeError)
+    assert held(scheduler) == (0, 0)
+    assert bad.image is None
+
+
+@pytest.mark.parametrize("at", ["line", "opening", "bytes"])
+def test_an_interrupted_caller_leaves_nothing_behind(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(1 if at == "line" else 9, 100, replicas=1)
+    first = enter(scheduler, job(90))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if at != "opening":
+        monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        admit(scheduler, job(90), interrupted if at == "opening" else opened, None)
+    assert held(scheduler) == (1, 90)
+    assert scheduler.slots.waiting == scheduler.bytes.waiting == 0
+    first.future.cancel()
+    stats = scheduler.tally.snapshot()
+    assert (held(scheduler), stats.in_flight, stats.cancelled) == ((0, 0), 0, 2)
+
+
+def test_the_last_replica_takes_the_rest_with_it() -> None:
+    scheduler = Scheduler(3, 100, replicas=2)
+    worker = Worker("replica")
+    enter(scheduler, job())
+    scheduler.prepared(take(scheduler))
+    running = scheduler.next_to_run(worker)
+    assert running is not None
+    accepted = [enter(scheduler, job()) for _ in range(3)]
+    scheduler.prepared(take(scheduler))
+    take(scheduler)
+    refused: list[BaseException] = []
+
+    def late() -> None:
+        try:
+            enter(scheduler, job())
+        except ReplicaError as error:
+            refused.append(error)
+
+    callers = [started(late) for _ in range(3)]
+    until(lambda: scheduler.slots.waiting == 3)
+    cause = ValueError("the device is gone")
+    scheduler.lost(worker, cause)
+    assert running.future.exception(timeout=0) is not None
+    assert not any(one.future.done() for one in accepted)
+    scheduler.require_open()
+    scheduler.lost(Worker("other"), cause)
+    for caller in callers:
+        caller.join(5)
+    with pytest.raises(ReplicaError) as raised:
+        scheduler.require_open()
+    told = [running.future.exception(timeout=0), *(one.future.exception(timeout=0) for one in accepted)]
+    for error in (*told, *refused, raised.value):
+        assert isinstance(error, ReplicaError)
+        assert error.__cause__ is cause
+        assert "is lost: ValueError: the device is gone" in str(error)
+    assert len(refused) == 3
+    assert "the device is gone" in str(scheduler.tally.last_error)

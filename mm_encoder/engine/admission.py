@@ -1,0 +1,118 @@
+"""Admission: how a job gets its slot, is opened and gets room for its bytes, in a thread or on a loop.
+
+Raised are refusals: EncoderBusyError, EncoderClosedError, and ReplicaError when no replica is left. What
+is wrong with the image is in the job's future.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import EncoderBusyError, MMEncoderError
+from .budget import Budget, Turn
+from .job import Job, JobState
+from .scheduler import Scheduler
+
+OpenImage = Callable[[Job], None]
+"""Takes the snapshot and plans: fills in `source` and `plan` from `image`, and may raise."""
+
+
+def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float | None) -> None:
+    """Wait for room, at most `timeout` seconds in all, and queue `job`."""
+    until = None if timeout is None else time.monotonic() + timeout
+    with _refusals(job):
+        scheduler.begin(job)
+        turn = scheduler.slots.enter(job, 1)
+        scheduler.deadlines.watch(job)
+        _wait(scheduler.slots, job, turn, until)
+        if job.future.done():  # its deadline passed in the line
+            return
+        job.stage_done("line")
+        job.moved(JobState.OPENING)
+        try:
+            open_image(job)
+        except Exception as error:
+            job.drop(error)
+            job.let_go()
+            return
+        job.stage_done("open")
+        _wait(scheduler.bytes, job, scheduler.bytes.enter(job, job.nbytes), until)
+        job.stage_done("line")
+        scheduler.queue(job)
+
+
+async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> None:
+    """The same on the running loop, where nothing may take long: a preprocessing thread opens the image
+    and asks for room for its bytes.
+    """
+    with _refusals(job):
+        scheduler.begin(job)
+        turn = scheduler.slots.enter(job, 1)
+        scheduler.deadlines.watch(job)
+        if turn is not None:
+            try:
+                async with asyncio.timeout(timeout):
+                    await arrival(turn)
+            except TimeoutError:
+                _give_up(scheduler.slots, job)
+            else:
+                turn.result()
+        job.stage_done("line")
+        scheduler.queue(job)
+
+
+async def arrival(future: Future[Any]) -> None:
+    """Wait on the running loop until `future` is done. Cancelling the waiting leaves the future alone, and
+    a loop that was closed meanwhile is left alone.
+    """
+    loop = asyncio.get_running_loop()
+    arrived = loop.create_future()
+
+    def wake() -> None:
+        if not arrived.done():
+            arrived.set_result(None)
+
+    def tell(_: Future[Any]) -> None:
+        try:
+            loop.call_soon_threadsafe(wake)
+        except RuntimeError:
+            pass  # closed, with this in flight
+
+    future.add_done_callback(tell)
+    await arrived
+
+
+@contextmanager
+def _refusals(job: Job) -> Iterator[None]:
+    """Give a job that is refused, or whose caller is interrupted, its outcome; that frees what it holds."""
+    try:
+        yield
+    except MMEncoderError as error:
+        job.drop(error)
+        raise
+    except BaseException:
+        job.future.cancel()
+        raise
+
+
+def _wait(budget: Budget[Job], job: Job, turn: Turn | None, until: float | None) -> None:
+    if turn is None:
+        return
+    try:
+        if until is None:
+            turn.result()
+        else:
+            turn.result(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
+    except TimeoutError:
+        _give_up(budget, job)
+
+
+def _give_up(budget: Budget[Job], job: Job) -> None:
+    if budget.withdraw(job):  # else the turn came in the last moment
+        raise EncoderBusyError("the queue is full and no room came free within the timeout")

@@ -1,0 +1,78 @@
+"""One call of generate: its jobs in input order, and what becomes of them when one is at fault."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+from ..config import require_int
+from ..contract import ImageResult
+from ..errors import EncoderClosedError, MMEncoderError
+from ..media.source import is_image
+from .job import Job, again
+
+
+class Call:
+    """What `generate` and `generate_async` have in common."""
+
+    def __init__(self, images: Any, expected_tokens: Iterable[int] | None) -> None:
+        # An open file is no iterable of images, though Python can iterate it.
+        self._single = is_image(images) or hasattr(images, "read")
+        self.items = _with_expected([images] if self._single else images, expected_tokens)
+        self.jobs: list[Job] = []
+        self._fault = threading.Event()
+
+    @property
+    def faulty(self) -> bool:
+        """Whether an image is known to be at fault: nothing more needs to begin."""
+        return self._fault.is_set()
+
+    def add(self, job: Job) -> None:
+        """The next image's job, admitted."""
+        self.jobs.append(job)
+        # Not a method: a future that held the call would hold the other results.
+        job.future.add_done_callback(partial(_note_fault, self._fault))
+
+    def result(self, index: int) -> ImageResult:
+        """Wait for an image's result, or raise its error with its index in the message."""
+        with self.naming(index):
+            return self.jobs[index].future.result()
+
+    def cancel(self) -> list[Future[ImageResult]]:
+        """Cancel what can be cancelled; returns the futures of the rest."""
+        return [job.future for job in self.jobs if not job.future.cancel()]
+
+    @contextmanager
+    def naming(self, index: int) -> Iterator[None]:
+        """Put an image's index before the message of what is raised for it."""
+        try:
+            yield
+        except CancelledError:  # nobody but an encoder that is being left by an exception cancels these
+            raise EncoderClosedError("the encoder was closed before it came to this image") from None
+        except (MMEncoderError, TypeError) as error:
+            if self._single:
+                raise
+            raise again(error, f"images[{index}]: {error}") from error.__cause__ or error
+
+
+def _note_fault(fault: threading.Event, done: Future[ImageResult]) -> None:
+    if not done.cancelled() and done.exception() is not None:
+        fault.set()
+
+
+def _with_expected(items: Any, expected: Iterable[int] | None) -> Iterator[tuple[Any, int | None]]:
+    if expected is None:
+        return zip(items, repeat(None))
+    items, counts = list(items), list(expected)
+    if len(items) != len(counts):
+        raise ValueError(
+            f"expected_tokens must have one count an image: got {len(counts)} for {len(items)} images"
+        )
+    for count in counts:
+        require_int("expected_tokens", count, 1)
+    return zip(items, counts, strict=True)

@@ -1,0 +1,91 @@
+"""Counts and times of jobs: a few additions a job, and the rest when somebody asks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from concurrent.futures import Future
+
+from ..contract import EncoderStats, ImageResult, StageTimes
+from ..errors import (
+    DeadlineExceededError,
+    EncoderBusyError,
+    EncoderClosedError,
+    MediaError,
+    PlanMismatchError,
+)
+
+_RECENT = 1024
+_OUTCOMES: dict[type[BaseException], str] = {
+    DeadlineExceededError: "late",
+    EncoderBusyError: "refused",
+    EncoderClosedError: "refused",
+}
+
+
+class Tally:
+    """Every job begins once and ends once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests = 0
+        self._ended: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._recent: deque[tuple[tuple[str, float], ...]] = deque(maxlen=_RECENT)
+        self.last_error: str | None = None
+        """The engine's last fault, not the callers'."""
+
+    def begun(self) -> None:
+        """A job was asked for."""
+        with self._lock:
+            self._requests += 1
+
+    def ended(self, future: Future[ImageResult]) -> None:
+        """A job's future is done."""
+        error = None if future.cancelled() else future.exception()
+        outcome = "succeeded" if error is None else _OUTCOMES.get(type(error), "failed")
+        with self._lock:
+            if future.cancelled():
+                self._ended["cancelled"] += 1
+                return
+            self._ended[outcome] += 1
+            if error is None:
+                self._recent.append(future.result().metadata.timings)
+            elif outcome == "failed":
+                self._errors[type(error).__name__] += 1
+                if not isinstance(error, (MediaError, PlanMismatchError)):
+                    self.last_error = f"{type(error).__name__}: {error}"
+
+    def snapshot(self) -> EncoderStats:
+        """Everything so far."""
+        with self._lock:
+            requests, ended, recent = self._requests, Counter(self._ended), list(self._recent)
+            errors = tuple(sorted(self._errors.items()))
+        return EncoderStats(
+            requests=requests,
+            in_flight=requests - ended.total(),
+            succeeded=ended["succeeded"],
+            failed=ended["failed"],
+            cancelled=ended["cancelled"],
+            late=ended["late"],
+            refused=ended["refused"],
+            errors=errors,
+            stages=_percentiles(recent),
+        )
+
+
+def _percentiles(recent: list[tuple[tuple[str, float], ...]]) -> tuple[StageTimes, ...]:
+    stages: dict[str, list[float]] = {}
+    for timings in recent:
+        for stage, ms in timings:
+            stages.setdefault(stage, []).append(ms)
+        stages.setdefault("total", []).append(sum(ms for _, ms in timings))
+    if stages:
+        stages["total"] = stages.pop("total")  # last
+    return tuple(StageTimes(stage, *nearest_rank(times, 50, 95, 99)) for stage, times in stages.items())
+
+
+def nearest_rank(values: list[float], *percents: int) -> list[float]:
+    """The smallest values that at least `percents` of all values do not exceed (nearest-rank method)."""
+    ordered = sorted(values)
+    return [ordered[max(0, -(-len(ordered) * percent // 100) - 1)] for percent in percents]

@@ -1,0 +1,44 @@
+"""What is known of one of the engine's threads: whether it lives, and what it is at."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ..contract import WorkerHealth
+from .job import Job
+
+
+class Worker:
+    """A thread that takes one job after another from the scheduler, which notes here what it took."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.thread = threading.Thread(target=self.run, name=name, daemon=True)
+        self.lost = False
+        """Whether it has met its end by a fault; its thread may still be about to go."""
+        self._at: tuple[Job, float] | None = None
+
+    def run(self) -> None:
+        """What the thread does."""
+        raise NotImplementedError
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take jobs."""
+        return self.thread.is_alive() and not self.lost
+
+    @property
+    def job(self) -> Job | None:
+        """The job that it holds."""
+        return self._at[0] if self._at else None
+
+    def take(self, job: Job | None) -> None:
+        """Note the job that it holds from now on."""
+        self._at = None if job is None else (job, time.monotonic())
+
+    def health(self, wedged_after: float) -> WorkerHealth:
+        """How it is doing."""
+        at = self._at
+        busy = None if at is None else time.monotonic() - at[1]
+        return WorkerHealth(self.name, self.alive, busy, wedged=busy is not None and busy > wedged_after)
