@@ -1,5 +1,5 @@
 # Each target sets up what it needs in .venv first, once.
-.PHONY: demo test check bench
+.PHONY: demo test check bench smoke soak stress
 
 demo: .venv/ready-demo  ## encode real photographs and draw their embeddings
 	.venv/bin/mm-encoder demo
@@ -11,6 +11,15 @@ check: .venv/ready-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+
+smoke: .venv/ready-dev  ## check the installed package as an engine image would; ARGS="--checkpoint DIR --device cuda"
+	.venv/bin/python -I -m pytest smoke $(ARGS)
+
+soak: .venv/ready-dev  ## memory over 10,000 good, 10,000 bad and 2000 animated images
+	SOAK=1 .venv/bin/python -m pytest tests/test_soak.py -s
+
+stress: .venv/ready-dev  ## the tests of threads, 50 times each, with threads switching every 10 microseconds
+	.venv/bin/python -m pytest -m threads --repeat 50 --switch-interval 1e-5 -x
 
 bench: .venv/ready-bench  ## print the tables; TABLE=preprocess or tower prints one
 	.venv/bin/python -m benchmarks $(TABLE)

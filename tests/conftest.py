@@ -1,8 +1,11 @@
-"""Fixtures that tests of several parts use, and what keeps GPU tests from being skipped unseen."""
+"""Fixtures that tests of several parts use, what keeps GPU tests from being skipped unseen, and the options
+of `make stress`.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +17,26 @@ from mm_encoder import Encoder
 GOLDEN = Path(__file__).parent / "golden"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--repeat", type=int, default=1, help="run every test marked `threads` so often")
+    parser.addoption(
+        "--switch-interval", type=float, help="seconds a thread keeps the GIL (0.005 by default)"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_cuda: runs on a GPU; skipped without one")
+    config.addinivalue_line("markers", "threads: several threads race in it; `make stress` repeats it")
+    interval = config.getoption("--switch-interval")
+    if interval is not None:
+        sys.setswitchinterval(interval)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    rounds = metafunc.config.getoption("--repeat")
+    if rounds > 1 and metafunc.definition.get_closest_marker("threads"):
+        metafunc.fixturenames.append("stress_round")
+        metafunc.parametrize("stress_round", range(rounds))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

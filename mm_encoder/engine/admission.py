@@ -31,7 +31,7 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
         turn = scheduler.slots.enter(job, 1)
         scheduler.deadlines.watch(job)
         _wait(scheduler.slots, job, turn, until)
-        if job.future.done():  # its deadline passed in the line
+        if job.over:  # its deadline passed in the line
             return
         job.stage_done("line")
         job.moved(JobState.OPENING)

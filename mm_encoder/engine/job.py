@@ -67,6 +67,8 @@ class Job:
     timings: dict[str, float] = field(default_factory=dict)
     """Milliseconds by stage."""
     born: float = field(default_factory=time.monotonic)
+    at_end: Callable[[Job, BaseException | None], None] = lambda job, error: None
+    """Called once with the outcome, before anyone can see it."""
     _mark: float = field(default_factory=time.perf_counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _begun: bool = False
@@ -78,6 +80,11 @@ class Job:
         assert self.source is not None
         assert self.plan is not None
         return self.source.nbytes + 3 * self.plan.canvas.width * self.plan.canvas.height
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more needs to be done for it."""
+        return self.state is JobState.DONE or self.future.cancelled()
 
     def moved(self, state: JobState) -> None:
         """Note where it is now. What is done stays so, whoever still works on it."""
@@ -109,6 +116,7 @@ class Job:
 
     def succeed(self, result: ImageResult) -> None:
         """Hand the result to the caller of a job that was started."""
+        self.at_end(self, None)
         _resolve(self.future.set_result, result)
 
     def fail(self, error: BaseException) -> None:
@@ -117,7 +125,9 @@ class Job:
         if isinstance(ours, ReplicaError):
             fields = {"mm_event": "job_failed", "mm_error": type(ours).__name__, "mm_state": str(self.state)}
             logger.warning("an image failed while %s: %s", self.state, ours, extra=fields)
-        _resolve(self.future.set_exception, without_frames(ours))
+        without_frames(ours)
+        self.at_end(self, ours)
+        _resolve(self.future.set_exception, ours)
 
     def drop(self, error: BaseException) -> None:
         """Fail the job unless it was started, or cancelled, before."""

@@ -66,7 +66,7 @@ class Preprocessor(Worker):
 
     def _prepare_one(self, job: Job) -> Turn | None:
         """Prepare `job`, or return its turn at room for its bytes if it was opened here and has none."""
-        if job.future.done():
+        if job.over:
             return None
         if job.plan is None:
             self._open_image(job)

@@ -12,7 +12,7 @@ import threading
 import weakref
 from bisect import insort
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from itertools import count
 
@@ -53,13 +53,14 @@ class Scheduler:
         """Take note of a new job, and from here on of its end."""
         self.tally.begun()
         job.number = next(self._numbers)
+        job.at_end = self._over
         # By weak reference: a future that held its job would keep its own result alive in a cycle.
-        job.future.add_done_callback(partial(self._over, weakref.ref(job)))
+        job.future.add_done_callback(partial(self._cancelled, weakref.ref(job)))
 
     def queue(self, job: Job) -> None:
         """Let a job be prepared: one with a slot and, if it was opened, with room for its bytes."""
         with self._to_prepare:
-            over = job.future.done()
+            over = job.over
             if not over:
                 job.moved(JobState.QUEUED)
                 insort(self._queued, job, key=_by_number)
@@ -110,7 +111,7 @@ class Scheduler:
             self._preparing.discard(job)
             quiet = [turn for jobs, turn in self._quiet if self._preparing.isdisjoint(jobs)]
             self._quiet = [entry for entry in self._quiet if entry[1] not in quiet]
-            over = job.future.done()
+            over = job.over
             if not over and turn is not None:
                 job.moved(JobState.IN_LINE)
             elif not over:
@@ -183,12 +184,9 @@ class Scheduler:
         self._refusal = error
         self.slots.close(partial(again, error))
 
-    def _over(self, watch: weakref.ref[Job], future: Future[ImageResult]) -> None:
-        """A job's future is done, in whatever thread made it so."""
-        job = watch()
-        self.tally.ended(future)
-        if job is None:
-            return
+    def _over(self, job: Job, error: BaseException | None) -> None:
+        """A job has its outcome, in whatever thread gave it that."""
+        self.tally.ended(job, error)
         with self._to_prepare:
             busy = job in self._preparing
             opening = job.state is JobState.OPENING
@@ -201,7 +199,11 @@ class Scheduler:
         if not busy and not opening:  # else it is let go of by the thread that has it
             job.let_go()
         self.deadlines.forget(job)
-        if future.cancelled():
+
+    def _cancelled(self, watch: weakref.ref[Job], future: Future[ImageResult]) -> None:
+        job = watch()
+        if job is not None and future.cancelled():
+            self._over(job, CancelledError())
             job.tell_cancelled()
 
     def _give_back(self, job: Job) -> None:

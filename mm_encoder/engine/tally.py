@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from concurrent.futures import Future
+from concurrent.futures import CancelledError
 
-from ..contract import EncoderStats, ImageResult, StageTimes
+from ..contract import EncoderStats, StageTimes
 from ..errors import (
     DeadlineExceededError,
     EncoderBusyError,
@@ -14,9 +14,11 @@ from ..errors import (
     MediaError,
     PlanMismatchError,
 )
+from .job import Job
 
 _RECENT = 1024
 _OUTCOMES: dict[type[BaseException], str] = {
+    CancelledError: "cancelled",
     DeadlineExceededError: "late",
     EncoderBusyError: "refused",
     EncoderClosedError: "refused",
@@ -31,7 +33,7 @@ class Tally:
         self._requests = 0
         self._ended: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
-        self._recent: deque[tuple[tuple[str, float], ...]] = deque(maxlen=_RECENT)
+        self._recent: deque[dict[str, float]] = deque(maxlen=_RECENT)
         self.last_error: str | None = None
         """The engine's last fault, not the callers'."""
 
@@ -40,17 +42,13 @@ class Tally:
         with self._lock:
             self._requests += 1
 
-    def ended(self, future: Future[ImageResult]) -> None:
-        """A job's future is done."""
-        error = None if future.cancelled() else future.exception()
+    def ended(self, job: Job, error: BaseException | None) -> None:
+        """A job has its outcome."""
         outcome = "succeeded" if error is None else _OUTCOMES.get(type(error), "failed")
         with self._lock:
-            if future.cancelled():
-                self._ended["cancelled"] += 1
-                return
             self._ended[outcome] += 1
-            if error is None:
-                self._recent.append(future.result().metadata.timings)
+            if outcome == "succeeded":
+                self._recent.append(job.timings)
             elif outcome == "failed":
                 self._errors[type(error).__name__] += 1
                 if not isinstance(error, (MediaError, PlanMismatchError)):
@@ -74,12 +72,12 @@ class Tally:
         )
 
 
-def _percentiles(recent: list[tuple[tuple[str, float], ...]]) -> tuple[StageTimes, ...]:
+def _percentiles(recent: list[dict[str, float]]) -> tuple[StageTimes, ...]:
     stages: dict[str, list[float]] = {}
     for timings in recent:
-        for stage, ms in timings:
+        for stage, ms in timings.items():
             stages.setdefault(stage, []).append(ms)
-        stages.setdefault("total", []).append(sum(ms for _, ms in timings))
+        stages.setdefault("total", []).append(sum(timings.values()))
     if stages:
         stages["total"] = stages.pop("total")  # last
     return tuple(StageTimes(stage, *nearest_rank(times, 50, 95, 99)) for stage, times in stages.items())

@@ -46,8 +46,12 @@ class RecordingLane(CpuLane):
     def wait(self) -> None:
         self.note("wait")
 
-    def settle(self) -> None:
+    def make_wait(self, consumer: Any) -> None:
+        self.note("make wait", consumer)
+
+    def settle(self) -> bool:
         self.note("settle")
+        return True
 
     def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
         self.note("hand over", consumer)
@@ -83,6 +87,14 @@ def test_a_job_is_uploaded_run_waited_for_and_handed_over(
         encoder.submit(IMAGE).add_done_callback(lambda _: log.append(("result",)))
     hand_over = ("hand over", "the caller's stream")
     assert log == [("upload",), ("tower",), ("wait",), hand_over, ("result",)]
+
+
+def test_handed_over_by_the_stream_the_host_does_not_wait(glm53_checkpoint: Path, log: list[Any]) -> None:
+    with Encoder(glm53_checkpoint, device="cpu", handoff="stream") as encoder:
+        log.clear()
+        encoder.submit(IMAGE).add_done_callback(lambda _: log.append(("result",)))
+    stream = "the caller's stream"
+    assert log == [("upload",), ("make wait", stream), ("hand over", stream), ("result",)]
 
 
 def test_a_failed_job_is_settled_before_its_caller_is_told(

@@ -26,6 +26,8 @@ from mm_encoder.errors import (
     ReplicaError,
 )
 
+pytestmark = pytest.mark.threads
+
 SIZE = ImageSize(1, 1)
 PLAN = Plan(source=SIZE, content=SIZE, canvas=SIZE, offset=(0, 0), grid_thw=(1, 2, 2), rows=1)
 
@@ -42,7 +44,9 @@ def job(nbytes: int = 3, **given: Any) -> Job:
 
 
 def opened(one: Job) -> None:
-    one.source, one.plan = Weight(one.image - 3 * SIZE.width * SIZE.height), PLAN  # type: ignore[assignment,operator]
+    canvas = 3 * SIZE.width * SIZE.height
+    assert isinstance(one.image, int)
+    one.source, one.plan = Weight(one.image - canvas), PLAN
 
 
 def enter(scheduler: Scheduler, one: Job, timeout: float | None = None) -> Job:
@@ -210,17 +214,16 @@ def test_a_closed_scheduler_waits_for_what_it_accepted(stage: str) -> None:
     if worker is not None:
         scheduler.prepared(worker)
     else:
-        started(
-            lambda: [scheduler.prepared(worker) for worker in iter(lambda: take_or_none(scheduler), None)]
-        )
+        started(lambda: prepare_all(scheduler))
     replica.join(5)
     assert not replica.is_alive()
     assert got[-1] is accepted
 
 
-def take_or_none(scheduler: Scheduler) -> Worker | None:
+def prepare_all(scheduler: Scheduler) -> None:
     worker = Worker("test")
-    return worker if scheduler.next_to_prepare(worker) else None
+    while scheduler.next_to_prepare(worker) is not None:
+        scheduler.prepared(worker)
 
 
 def test_cancelling_the_last_job_of_a_closed_scheduler_lets_replicas_go() -> None:
