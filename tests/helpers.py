@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import struct
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +229,11 @@ def riff(*chunks: tuple[bytes, bytes]) -> bytes:
         name + struct.pack("<I", len(payload)) + payload + bytes(len(payload) & 1) for name, payload in chunks
     )
     return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WEBP" + body
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to bring about."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it did not come to be in 30 s"
+        time.sleep(0.001)

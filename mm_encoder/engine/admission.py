@@ -42,7 +42,10 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
             job.let_go()
             return
         job.stage_done("open")
-        _wait(scheduler.bytes, job, scheduler.bytes.enter(job, job.nbytes), until)
+        turn = scheduler.bytes.enter(job, job.nbytes)
+        if turn is not None and not job.over:
+            job.moved(JobState.IN_LINE)
+            _wait(scheduler.bytes, job, turn, until)
         job.stage_done("line")
         scheduler.queue(job)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,8 @@ from .preprocess import Prepare, Preprocessor
 from .replica import Replica, ReplicaSettings
 from .scheduler import Scheduler
 from .worker import Worker
+
+logger = logging.getLogger("mm_encoder")
 
 
 class Engine:
@@ -116,7 +119,16 @@ class Engine:
         In one of the engine's own threads, as from a result's callback, nothing is waited for.
         """
         atexit.unregister(self._at_exit)
+        first = not self.scheduler.closed
         _end(self.scheduler, self._threads, self._pid, drain=drain)
+        if first:
+            stats = self.stats()
+            logger.info(
+                "closed: %d of %d images encoded",
+                stats.succeeded,
+                stats.requests,
+                extra={"mm_event": "closed"},
+            )
 
     def _start(self, thread: threading.Thread) -> None:
         thread.start()

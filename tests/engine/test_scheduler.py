@@ -26,6 +26,8 @@ from mm_encoder.errors import (
     ReplicaError,
 )
 
+from ..helpers import until
+
 pytestmark = pytest.mark.threads
 
 SIZE = ImageSize(1, 1)
@@ -67,13 +69,6 @@ def blocked(scheduler: Scheduler, waiting: Job) -> threading.Thread:
     thread.join(0.02)
     assert thread.is_alive()
     return thread
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def held(scheduler: Scheduler) -> tuple[int, int]:
@@ -454,6 +449,23 @@ def test_a_fault_in_opening_gives_the_slot_back() -> None:
     assert isinstance(bad.future.exception(timeout=0), MediaDecodeError)
     assert held(scheduler) == (0, 0)
     assert bad.image is None
+
+
+def test_what_is_late_while_opened_does_not_wait_for_its_bytes() -> None:
+    scheduler = Scheduler(9, 100, replicas=1)
+    enter(scheduler, job(90))
+    late = job(90)
+
+    def slow(one: Job) -> None:
+        opened(one)
+        one.drop(DeadlineExceededError())
+
+    caller = started(lambda: admit(scheduler, late, slow, None))
+    caller.join(5)
+    assert not caller.is_alive()
+    assert held(scheduler) == (1, 90)
+    assert scheduler.bytes.waiting == 0
+    assert late.source is None
 
 
 @pytest.mark.parametrize("at", ["line", "opening", "bytes"])

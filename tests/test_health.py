@@ -1,0 +1,415 @@
+"""Faults of the engine itself, and what health, stats and the log say of them."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import io
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mm_encoder import (
+    DeadlineExceededError,
+    DeviceOutOfMemoryError,
+    Encoder,
+    EncoderBusyError,
+    EncoderState,
+    Health,
+    ImageResult,
+    MediaDecodeError,
+    ReplicaError,
+)
+from mm_encoder.device import CpuLane
+from mm_encoder.engine.engine import Engine
+from mm_encoder.engine.preprocess import Preprocessor
+from mm_encoder.engine.tally import nearest_rank
+from mm_encoder.families.glm53 import Glm53, GlmTower
+
+from .helpers import until
+
+pytestmark = pytest.mark.threads
+
+
+def png(width: int = 30, height: int = 30, seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Spoilt(CpuLane):
+    """A lane whose device is gone once `gone` is set: nothing of a failed job can be settled."""
+
+    gone: threading.Event
+
+    def settle(self) -> bool:
+        return not self.gone.is_set()
+
+
+class Gate:
+    """Holds tower calls until opened; `fail` makes the next of them raise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.arrived, self.opened = threading.Semaphore(0), threading.Event()
+        self.failing: list[BaseException] = []
+        forward = GlmTower.forward
+
+        def held(tower: GlmTower, *arguments: Any) -> torch.Tensor:
+            self.arrived.release()
+            assert self.opened.wait(30)
+            if self.failing:
+                raise self.failing.pop()
+            return forward(tower, *arguments)
+
+        monkeypatch.setattr(GlmTower, "forward", held)
+
+    def wait(self, calls: int = 1) -> None:
+        for _ in range(calls):
+            assert self.arrived.acquire(timeout=30)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While set, a failed job is fatal to its replica, as when a CUDA context is spoilt."""
+    event = threading.Event()
+
+    def opened(device: torch.device, priority: int) -> Spoilt:
+        lane = Spoilt(device)
+        lane.gone = event
+        return lane
+
+    monkeypatch.setattr("mm_encoder.engine.replica.open_lane", opened)
+    return event
+
+
+def submitted(encoder: Encoder, count: int) -> list[Future[ImageResult]]:
+    return [encoder.submit(png(seed=seed)) for seed in range(count)]
+
+
+# --- lost replicas -----------------------------------------------------------------------------------
+
+
+def test_a_lost_replica_fails_its_job_and_the_others_go_on(
+    glm53_checkpoint: Path, gate: Gate, gone: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    cause = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=2, queue_depth=8) as encoder:
+        futures = submitted(encoder, 6)
+        gate.wait(2)
+        gone.set()
+        gate.failing.append(cause)
+        gate.opened.set()
+        errors = [error for future in futures if (error := future.exception(timeout=30))]
+        assert [type(error) for error in errors] == [ReplicaError]
+        assert errors[0].__cause__ is cause
+        assert "in held" in errors[0].__notes__[0]  # where it came from, as text
+        health = encoder.health()
+        assert health.state == "degraded"
+        assert health.serving
+        assert sorted(replica.alive for replica in health.replicas) == [False, True]
+        assert health.last_error is not None
+        assert "illegal memory access" in health.last_error
+        assert len(encoder.generate([png()] * 4)) == 4
+    lost = [record for record in caplog.records if getattr(record, "mm_event", "") == "replica_lost"]
+    assert [record.levelname for record in lost] == ["ERROR"]
+    assert encoder.health().state == EncoderState.CLOSED
+
+
+def test_with_no_replica_left_everyone_is_told_at_once(
+    glm53_checkpoint: Path, gate: Gate, gone: threading.Event
+) -> None:
+    cause = RuntimeError("CUDA error: device-side assert triggered")
+    encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=3)
+    running, *waiting = submitted(encoder, 4)
+    gate.wait()
+    in_line: list[BaseException] = []
+
+    def late(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except ReplicaError as error:
+            in_line.append(error)
+
+    calls: list[Callable[[], object]] = [
+        lambda: encoder.submit(png()),
+        lambda: encoder.generate([png(), png()]),
+        lambda: asyncio.run(encoder.generate_async(png())),
+    ]
+    callers = [threading.Thread(target=late, args=(call,)) for call in calls]
+    for caller in callers:
+        caller.start()
+    until(lambda: encoder.health().waiting == 3)
+    gone.set()
+    gate.failing.append(cause)
+    gate.opened.set()
+    for caller in callers:
+        caller.join(30)
+    told = [running.exception(timeout=30), *(future.exception(timeout=30) for future in waiting), *in_line]
+    assert len(told) == 7
+    for error in told:
+        assert isinstance(error, ReplicaError)
+        assert "is lost: RuntimeError: CUDA error: device-side assert" in str(error)
+    health = encoder.health()
+    assert health.state == "failed"
+    assert not health.serving
+    assert "device-side assert" in str(health.last_error)
+    assert (health.queue_length, health.queue_bytes, health.waiting) == (0, 0, 0)
+    for call in calls:
+        with pytest.raises(ReplicaError, match="device-side assert"):
+            call()
+    assert encoder.stats().in_flight == 0
+    encoder.close()
+    assert encoder.health().state == "closed"
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_replicas_thread_that_dies_between_jobs_is_noticed(glm53_checkpoint: Path, replicas: int) -> None:
+    with Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=replicas) as encoder:
+        kill(encoder._engine._replicas[0].thread)
+        # It is noticed when the thread next wakes, and whoever it was woken for loses nothing.
+        outcomes: list[object] = []
+        for _ in range(8):
+            try:
+                outcomes += encoder.generate(png())
+            except ReplicaError as error:
+                outcomes.append(error)
+        until(lambda: encoder.health().state == ("failed" if replicas == 1 else "degraded"))
+        if replicas == 1:
+            assert all(isinstance(outcome, ReplicaError) for outcome in outcomes)
+        else:
+            assert all(isinstance(outcome, ImageResult) for outcome in outcomes)
+
+
+def kill(thread: threading.Thread) -> None:
+    """Have SystemExit raised in a thread, wherever it is, when it next runs Python code."""
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+def test_a_preprocessing_thread_goes_on_whatever_happens_to_it(
+    glm53_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Encoder(glm53_checkpoint, device="cpu", preprocess_workers=2) as encoder:
+        for _ in range(5):
+            for preprocessor in encoder._engine._preprocessors:
+                kill(preprocessor.thread)
+            for _ in range(4):
+                assert encoder.generate(png())
+        assert encoder.health().state == "ready"
+    assert "was interrupted and goes on" in caplog.text
+
+
+def test_a_preprocessing_thread_interrupted_with_a_job_fails_that_job(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Preprocessor._prepare_one
+
+    def interrupted(self: Preprocessor, job: Any) -> Any:
+        monkeypatch.setattr(Preprocessor, "_prepare_one", work)
+        raise SystemExit
+
+    monkeypatch.setattr(Preprocessor, "_prepare_one", interrupted)
+    with pytest.raises(ReplicaError, match="SystemExit"):
+        encoder.generate(png())
+    assert encoder.generate(png())
+
+
+def test_running_out_of_memory_is_no_reason_to_go(
+    encoder: Encoder, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.opened.set()
+    gate.failing.append(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(DeviceOutOfMemoryError):
+        encoder.generate(png())
+    assert encoder.health().state == "ready"
+    assert "DeviceOutOfMemoryError" in str(encoder.health().last_error)
+    assert encoder.generate(png())
+
+
+# --- health ------------------------------------------------------------------------------------------
+
+
+def test_health_of_an_idle_encoder(encoder: Encoder) -> None:
+    encoder.generate(png())
+    until(lambda: all(worker.busy_s is None for worker in encoder.health().replicas))
+    health = encoder.health()
+    assert health.state is EncoderState.READY
+    assert [worker.name for worker in health.replicas] == ["mm-encoder-replica-0"]
+    assert all(worker.alive and not worker.wedged for worker in (*health.replicas, *health.preprocessing))
+    assert (health.queue_length, health.queue_bytes, health.waiting) == (0, 0, 0)
+    assert health.oldest_s is None
+    assert health.last_error is None
+
+
+def test_health_shows_where_the_work_is(glm53_checkpoint: Path, gate: Gate) -> None:
+    with Encoder(glm53_checkpoint, device="cpu", queue_depth=2) as encoder:
+        submitted(encoder, 3)
+        gate.wait()
+        caller = threading.Thread(target=encoder.submit, args=(png(),))
+        caller.start()
+        until(lambda: encoder.health().waiting == 1)
+        health = encoder.health()
+        assert health.state == "ready"
+        assert health.queue_length == 2
+        assert health.queue_bytes > 0
+        assert health.oldest_s is not None
+        assert health.replicas[0].busy_s is not None
+        later = encoder.health()
+        assert later.oldest_s is not None
+        assert later.oldest_s >= health.oldest_s > 0
+        assert encoder.stats().in_flight == 4
+        gate.opened.set()
+        caller.join(30)
+
+
+@pytest.mark.parametrize("where", ["tower", "decoder"])
+def test_a_thread_that_is_stuck_is_shown_and_recovers(
+    glm53_checkpoint: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = threading.Event()
+    cls, method = (GlmTower, "forward") if where == "tower" else (Glm53, "patches")
+    original = getattr(cls, method)
+
+    def stuck(*arguments: Any) -> Any:
+        assert opened.wait(30)
+        return original(*arguments)
+
+    monkeypatch.setattr(cls, method, stuck)
+    with Encoder(glm53_checkpoint, device="cpu", wedged_after=0.05) as encoder:
+        future = encoder.submit(png())
+
+        def wedged(health: Health) -> list[bool]:
+            return [w.wedged for w in (health.replicas if where == "tower" else health.preprocessing)]
+
+        until(lambda: any(wedged(encoder.health())))
+        assert encoder.health().state == "degraded"
+        assert encoder.health().serving
+        opened.set()
+        assert future.result(timeout=30)
+        until(lambda: encoder.health().state == "ready")
+
+
+def test_an_encoder_that_loads_or_closes_says_so(
+    glm53_checkpoint: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[Engine] = []
+    seen: list[str] = []
+    start, build = Engine._start, Glm53.build_tower
+
+    def noted(engine: Engine, thread: threading.Thread) -> None:
+        engines.append(engine)
+        start(engine, thread)
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(engines[0].health().state)
+        return build(*arguments)
+
+    monkeypatch.setattr(Engine, "_start", noted)
+    monkeypatch.setattr(Glm53, "build_tower", watched)
+    encoder = Encoder(glm53_checkpoint, device="cpu")
+    engines.clear()
+    assert seen == ["starting"]
+    future = encoder.submit(png())
+    gate.wait()
+    closer = threading.Thread(target=encoder.close)
+    closer.start()
+    until(lambda: encoder.health().state == "draining")
+    gate.opened.set()
+    closer.join(30)
+    assert encoder.health().state == "closed"
+    assert future.result(timeout=0)
+
+
+def test_a_probe_in_a_callback_is_answered(encoder: Encoder) -> None:
+    answers: list[Any] = []
+    done = threading.Event()
+
+    def probe(_: Future[ImageResult]) -> None:
+        answers.append((encoder.health().state, encoder.stats().succeeded))
+        done.set()
+
+    encoder.submit(png()).add_done_callback(probe)
+    assert done.wait(30)
+    assert answers == [("ready", 1)]
+
+
+# --- stats -------------------------------------------------------------------------------------------
+
+
+def test_every_image_is_counted_once(glm53_checkpoint: Path, gate: Gate) -> None:
+    with Encoder(glm53_checkpoint, device="cpu", queue_depth=3) as encoder:
+        running = encoder.submit(png())
+        gate.wait()
+        cancelled = encoder.submit(png())
+        late = encoder.submit(png(), deadline=time.monotonic() + 0.05)
+        assert cancelled.cancel()
+        assert isinstance(late.exception(timeout=30), DeadlineExceededError)
+        bad = encoder.submit(b"nothing")
+        assert isinstance(bad.exception(timeout=30), MediaDecodeError)
+        waiting = submitted(encoder, 3)
+        with pytest.raises(EncoderBusyError):
+            encoder.submit(png(), timeout=0)
+        stats = encoder.stats()
+        assert (stats.requests, stats.in_flight) == (8, 4)
+        gate.opened.set()
+        for future in (running, *waiting):
+            assert future.result(timeout=30)
+    stats = encoder.stats()
+    assert (stats.requests, stats.in_flight, stats.succeeded, stats.failed) == (8, 0, 4, 1)
+    assert (stats.cancelled, stats.late, stats.refused) == (1, 1, 1)
+    assert stats.errors == (("MediaDecodeError", 1),)
+    assert encoder.health().last_error is None  # media is the caller's
+
+
+def test_times_are_by_stage_and_agree_with_the_results(encoder: Encoder) -> None:
+    assert encoder.stats().stages == ()
+    results = [encoder.generate(png(seed=seed))[0] for seed in range(20)]
+    stages = {stage.stage: stage for stage in encoder.stats().stages}
+    names = [stage for stage, _ in results[0].metadata.timings]
+    assert list(stages) == [*names, "total"]
+    for name in names:
+        times = sorted(dict(result.metadata.timings)[name] for result in results)
+        assert (stages[name].p50, stages[name].p95, stages[name].p99) == (times[9], times[18], times[19])
+
+
+def test_percentiles_are_nearest_rank() -> None:
+    assert nearest_rank([3.0, 1.0, 2.0], 50, 95, 99) == [2.0, 3.0, 3.0]
+    hundred = [float(value) for value in range(1, 101)]
+    assert nearest_rank(hundred, 1, 50, 95, 99, 100) == [1.0, 50.0, 95.0, 99.0, 100.0]
+    assert nearest_rank([7.0], 50, 99) == [7.0, 7.0]
+
+
+# --- the log -----------------------------------------------------------------------------------------
+
+
+def test_records_have_fields_and_say_nothing_of_bad_media(
+    glm53_checkpoint: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.opened.set()
+    with caplog.at_level(logging.INFO, "mm_encoder"), Encoder(glm53_checkpoint, device="cpu") as encoder:
+        encoder.submit(b"nothing").exception()
+        gate.failing.append(ValueError("odd"))
+        encoder.submit(png()).exception(timeout=30)
+    events = [(getattr(r, "mm_event", None), r.levelname) for r in caplog.records]
+    assert events == [("ready", "INFO"), ("job_failed", "WARNING"), ("closed", "INFO")]
+    failed = caplog.records[1]
+    assert (failed.mm_error, failed.mm_state) == ("ReplicaError", "running")  # type: ignore[attr-defined]
+    assert "ValueError: odd" in failed.getMessage()
+    assert {record.name for record in caplog.records} == {"mm_encoder"}
