@@ -1,0 +1,107 @@
+"""Memory over many images: nothing grows with their number. SOAK=1 (`make soak`) runs ten times as many."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from .helpers import ABUSE, noise, saved
+
+SCALE = 10 if os.environ.get("SOAK") else 1
+KIB_AN_IMAGE = 1.0
+
+PROGRAM = """
+    import ctypes, gc, sys
+    from pathlib import Path
+    import numpy
+    from mm_encoder import Encoder, MediaError
+
+    checkpoint, count, leak, *files = sys.argv[1:]
+    images = [Path(file).read_bytes() for file in files]
+    trim = ctypes.CDLL("libc.so.6").malloc_trim
+    kept = []
+
+    def resident():
+        gc.collect()
+        trim(0)  # what the allocator only keeps for later is no leak
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4  # KiB
+
+    def run(images):
+        futures = [encoder.submit(image) for image in images]
+        for future in futures:
+            try:
+                future.result()
+            except MediaError:
+                pass
+            kept.append(bytearray(int(leak)))
+
+    with Encoder(checkpoint, device="cpu", queue_depth=20) as encoder:
+        samples, done = [], 0
+        while done < int(count) * 1.5:
+            if done >= int(count) * 0.5:  # the first third warms up
+                samples.append((done, resident()))
+            run((images * 25)[:25])
+            done += 25
+        assert encoder.stats().in_flight == 0
+    x, y = numpy.array(samples, float).T
+    print(numpy.polyfit(x, y, 1)[0])
+"""
+
+
+def slope(checkpoint: Path, files: list[Path], count: int, leak: int = 0) -> float:
+    """KiB by which a process of its own grows with each of `count` images after it has warmed up."""
+    program = textwrap.dedent(PROGRAM)
+    arguments = [str(checkpoint), str(count), str(leak), *map(str, files)]
+    run = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        # Torch's threads wait for each other in busy loops, which is slow beside other busy processes.
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    return float(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("good")
+    files = {"one.jpg": saved(noise(160, 120), "JPEG"), "two.png": saved(noise(90, 60, "RGBA"), "PNG")}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return [folder / name for name in files]
+
+
+@pytest.fixture(scope="module")
+def bad(good: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("bad")
+    cut = []
+    for path in good:
+        data = path.read_bytes()
+        cut.append(folder / path.name)
+        cut[-1].write_bytes(data[: len(data) * 2 // 3])
+    text = folder / "text"
+    text.write_bytes(b"<html>not found</html>")
+    return [*cut, text, ABUSE / "D18_poison_idat.png"]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("good", 1000), ("bad", 1000), ("animated", 600)])
+def test_memory_does_not_grow_with_the_number_of_images(
+    glm53_checkpoint: Path, good: list[Path], bad: list[Path], kind: str, count: int
+) -> None:
+    files = {"good": good, "bad": bad, "animated": [ABUSE / "D30_anim.gif", ABUSE / "D30_anim.webp"]}
+    grown = slope(glm53_checkpoint, files[kind], count * SCALE)
+    print(f"\n{kind}: {count * SCALE} images, {grown * 1024:+.0f} bytes an image")
+    assert grown < KIB_AN_IMAGE
+
+
+def test_a_leak_of_four_kib_an_image_is_seen(glm53_checkpoint: Path, good: list[Path]) -> None:
+    assert slope(glm53_checkpoint, good, 300, leak=4096) > 2 * KIB_AN_IMAGE
