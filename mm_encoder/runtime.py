@@ -5,26 +5,49 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
 
-def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity, cut by a cgroup quota (at least 1)."""
+def usable_cpus(root: Path = Path("/")) -> int:
+    """CPUs that this process may use, at least 1: its affinity, cut by the quotas of its cgroup and of those
+    above it (version 2, or 1). `root` is where /proc and /sys are.
+    """
     if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
     else:
         cpus = os.cpu_count() or 1
+    return max(1, min([cpus, *_quotas(root)]))
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    """Whole CPUs that each cgroup quota leaves."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        place = top / group.lstrip("/")
+        # Seen from inside a container the path may be the host's, and then only the top exists.
+        for folder in (place, *place.parents):
+            if controllers:
+                pair = [*_lines(folder / "cpu.cfs_quota_us"), *_lines(folder / "cpu.cfs_period_us")]
+            else:
+                pair = " ".join(_lines(folder / "cpu.max")).split()
+            if len(pair) == 2 and all(number.isdecimal() for number in pair) and int(pair[1]):
+                yield int(pair[0]) // int(pair[1])
+            if folder == top:
+                break
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cpus = min(cpus, max(1, int(quota) // int(period)))
+        return path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
-        pass  # no cgroup v2, or not ours to read
-    return cpus
+        return []  # not this kind of system, or not ours to read
 
 
 def identity() -> Mapping[str, str]:
