@@ -41,7 +41,7 @@ def main() -> None:
             gate.wait()
             return _rows_only(tower, patches, grids)
 
-        GlmTower.forward = held  # type: ignore[method-assign]
+        GlmTower.forward = held  # type: ignore[method-assign,assignment]
         probes = _probes(checkpoint, photo(224, 224), gate)
     finally:
         GlmTower.forward = forward  # type: ignore[method-assign]

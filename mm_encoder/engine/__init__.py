@@ -1,5 +1,4 @@
-"""What happens between submit and result: admission, preprocessing threads, replicas.
+"""What happens between submit and result; docs/engine.md tells it as one story, with diagrams.
 
-A job is queued (scheduler), prepared (preprocessing thread), ready (scheduler), run (replica), done.
 The engine is given functions and never imports a family.
 """
