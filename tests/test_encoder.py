@@ -983,5 +983,6 @@ def test_attributes_and_one_log_line_a_replica(
         assert encoder.stream_priority == 0
         assert encoder.generate(png(20, 20))[0].metadata.model == "some/name"
     lines = [r.getMessage() for r in caplog.records]
-    assert len(lines) == 2
-    assert all(line.startswith("ready: some/name (glm53) replica") for line in lines)
+    assert len(lines) == 3
+    assert all(line.startswith("ready: some/name (glm53) replica") for line in lines[:2])
+    assert lines[2] == "closed: 1 of 1 images encoded"

@@ -52,6 +52,8 @@ class Replica(Worker):
                     self._run_job(lane, tower, job)
                     self.take(None)
                     del job  # an idle replica keeps no image and no result alive
+                # Work handed over by the stream may still read the weights, which now go.
+                lane.settle()
         except BaseException as error:
             if self.loaded.done():
                 self._scheduler.lost(self, error)
