@@ -2,8 +2,9 @@
 
 import logging
 
-from .config import ImageOptions, MediaLimits
+from .config import CacheConfig, ImageOptions, MediaLimits
 from .contract import (
+    CacheStats,
     EncoderState,
     EncoderStats,
     Health,
@@ -16,6 +17,8 @@ from .contract import (
 )
 from .encoder import Encoder
 from .errors import (
+    CacheError,
+    CacheLockedError,
     CheckpointError,
     DeadlineExceededError,
     DeviceOutOfMemoryError,
@@ -35,6 +38,10 @@ from .planner import MediaPlanner
 logging.getLogger("mm_encoder").addHandler(logging.NullHandler())
 
 __all__ = [
+    "CacheConfig",
+    "CacheError",
+    "CacheLockedError",
+    "CacheStats",
     "CheckpointError",
     "DeadlineExceededError",
     "DeviceOutOfMemoryError",

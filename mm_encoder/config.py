@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 
 def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
@@ -63,3 +65,56 @@ class ImageOptions:
     def __post_init__(self) -> None:
         if type(self.exif_orientation) is not bool:
             raise TypeError(f"exif_orientation must be a bool, got {type(self.exif_orientation).__name__}")
+
+
+_MIB = 1024**2
+_MAX_ENTRY = 1024 * _MIB
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """A cache of results, in memory and, with `disk_path` and `disk_bytes`, on disk.
+
+    memory_bytes: bytes of results that the memory tier keeps; 0 keeps none.
+    disk_path: a directory of its own, which belongs to one encoder at a time.
+    disk_bytes: bytes that its files may take: room for at least four entries of `max_entry_bytes`.
+    max_entry_bytes: larger results are returned and not kept; up to 1 GiB.
+    results: "cpu": every result is a CPU tensor, shared by all who hit it. "device": a miss returns the
+        device tensor at once and fills the cache behind it; a hit is uploaded.
+    disk_backend: "files", or "foyer" (extra `foyer`, Python 3.12 and newer).
+    shared: several encoders of one machine use `disk_path` together; "files" only.
+    """
+
+    memory_bytes: int = 1024 * _MIB
+    disk_path: str | Path | None = None
+    disk_bytes: int = 0
+    max_entry_bytes: int = 256 * _MIB
+    results: Literal["cpu", "device"] = "cpu"
+    disk_backend: Literal["files", "foyer"] = "files"
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        require_int("memory_bytes", self.memory_bytes, 0)
+        require_int("disk_bytes", self.disk_bytes, 0)
+        require_int("max_entry_bytes", self.max_entry_bytes, 1, _MAX_ENTRY)
+        for name, value, known in (
+            ("results", self.results, ("cpu", "device")),
+            ("disk_backend", self.disk_backend, ("files", "foyer")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}")
+        if type(self.shared) is not bool:
+            raise TypeError(f"shared must be a bool, got {type(self.shared).__name__}")
+        if self.disk_path is not None and not isinstance(self.disk_path, (str, Path)):
+            raise TypeError(f"disk_path must be a str, a Path or None, got {type(self.disk_path).__name__}")
+        if (self.disk_path is None) != (self.disk_bytes == 0):
+            raise ValueError(
+                f"disk_path and disk_bytes go together: got {self.disk_path!r} and {self.disk_bytes}"
+            )
+        if self.disk_path is not None and self.disk_bytes < 4 * self.max_entry_bytes:
+            raise ValueError(
+                f"disk_bytes must have room for four entries of max_entry_bytes: got {self.disk_bytes}, "
+                f"needs {4 * self.max_entry_bytes}"
+            )
+        if self.shared and (self.disk_path is None or self.disk_backend != "files"):
+            raise ValueError("shared=True needs a disk_path and disk_backend='files'")

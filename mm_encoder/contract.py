@@ -197,8 +197,10 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class EncoderStats:
-    """Counts since construction. Every image that was asked for ends as exactly one of `succeeded`,
-    `failed`, `cancelled`, `late` (its deadline passed), `refused` (no room in time, or closed) or is
+    """Counts since construction of what came to the engine: with a cache, what was not found there.
+
+    Every image ends as exactly one of `succeeded`, `failed`, `cancelled`, `late` (its deadline passed),
+    `refused` (no room in time, or closed) and `joined` (with a cache: the same image was under way), or is
     `in_flight`. `errors` counts the failed by the error's name. `stages` covers up to 1024 recent results,
     `total` included; empty before the first.
     """
@@ -210,5 +212,32 @@ class EncoderStats:
     cancelled: int
     late: int
     refused: int
+    joined: int
     errors: tuple[tuple[str, int], ...]
     stages: tuple[StageTimes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A cache's counts since it was opened, and what it holds. Every lookup counts once, as a hit in memory
+    or on disk, as `joined` (the same image was under way) or as a miss.
+
+    `bypasses` are results larger than `max_entry_bytes`, `dropped` those that the disk tier's writer had no
+    room for, or could not write. `live_cpu_bytes_process` are bytes of cached rows alive in this process,
+    wherever they are referenced.
+    """
+
+    memory_hits: int = 0
+    disk_hits: int = 0
+    misses: int = 0
+    joined: int = 0
+    bypasses: int = 0
+    dropped: int = 0
+    errors: int = 0
+    memory_entries: int = 0
+    memory_bytes: int = 0
+    memory_evictions: int = 0
+    disk_entries: int = 0
+    disk_bytes: int = 0
+    disk_evictions: int = 0
+    live_cpu_bytes_process: int = 0

@@ -6,13 +6,16 @@ shape and does nothing. The CUDA half is written from the documentation and has 
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
+from .contract import ImageResult
 from .errors import DeviceOutOfMemoryError
 
 
@@ -45,6 +48,9 @@ class Lane(Protocol):
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """A contiguous CPU tensor on the device, ready for work enqueued later on the lane."""
 
+    def download(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows on the CPU, in a storage of their own, once everything enqueued so far is done."""
+
     def wait(self) -> None:
         """Wait until everything enqueued on this lane so far is done; for nothing else."""
 
@@ -73,6 +79,9 @@ class CpuLane:
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host
+
+    def download(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
 
     def wait(self) -> None:
         pass
@@ -120,6 +129,12 @@ class CudaLane:
         self._copied.record(self._stream)
         return arrived
 
+    def download(self, rows: torch.Tensor) -> torch.Tensor:
+        host = _pinned_like(rows)
+        host.copy_(rows, non_blocking=True)
+        self.wait()
+        return host
+
     def wait(self) -> None:
         self._done.record(self._stream)
         self._done.synchronize()
@@ -145,6 +160,65 @@ class CudaLane:
         result.record_stream(consumer)
 
 
+class Transfers(Protocol):
+    """Rows between the device and a cache on the CPU, beside the lanes; from any thread."""
+
+    def download(self, rows: torch.Tensor, consumer: Any) -> torch.Tensor:
+        """A result's rows on the CPU, in a storage of their own. Waits for them."""
+
+    def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
+        """A result on the device, handed over to the stream `consumer` as an encoder's results are."""
+
+
+class CpuTransfers:
+    """The CPU: everything is there."""
+
+    def download(self, rows: torch.Tensor, consumer: Any) -> torch.Tensor:
+        return rows
+
+    def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
+        return result
+
+
+class CudaTransfers:
+    """One GPU, on a stream that neither the lanes nor the host use."""
+
+    def __init__(self, device: torch.device, handoff: str) -> None:
+        self._device, self._handoff = device, handoff
+        self._stream = torch.cuda.Stream(device=device)
+
+    def download(self, rows: torch.Tensor, consumer: Any) -> torch.Tensor:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            # By the hand-off the rows are right on the consumer's stream, and maybe nowhere else yet.
+            self._stream.wait_stream(consumer)
+            host = _pinned_like(rows)
+            host.copy_(rows, non_blocking=True)
+            rows.record_stream(self._stream)
+            self._stream.record_event(done := torch.cuda.Event(blocking=True))
+        done.synchronize()
+        return host
+
+    def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            rows = result.tensor.to(self._device, non_blocking=True)
+            self._stream.record_event(done := torch.cuda.Event(blocking=True))
+        if self._handoff == "host":
+            done.synchronize()
+        else:
+            consumer.wait_event(done)
+        rows.record_stream(consumer)
+        return ImageResult(rows, replace(result.metadata, device=str(rows.device)))
+
+
+def open_transfers(device: torch.device, handoff: str) -> Transfers:
+    """The way of cached rows to and from `device`."""
+    return CudaTransfers(device, handoff) if device.type == "cuda" else CpuTransfers()
+
+
+def _pinned_like(rows: torch.Tensor) -> torch.Tensor:
+    return torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+
+
 def open_lane(device: torch.device, priority: int) -> Lane:
     """A lane to `device`; the requested priority is clamped to what the device grants."""
     return CudaLane(device, priority) if device.type == "cuda" else CpuLane(device)
@@ -153,6 +227,21 @@ def open_lane(device: torch.device, priority: int) -> Lane:
 def consumer_stream(device: torch.device) -> Any:
     """The calling thread's current stream on `device`; None on the CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """What of a device and of Torch's settings may change the bits of a result."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        kind = {"device": properties.name, "capability": f"{properties.major}.{properties.minor}"}
+    else:
+        kind = {"device": f"cpu {platform.machine()}", "capability": torch.backends.cpu.get_cpu_capability()}
+    return {
+        **kind,
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda or "none"),
+        "matmul precision": torch.get_float32_matmul_precision(),
+    }
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -12,9 +12,20 @@ from typing import Literal
 import torch
 
 from . import steps
-from .config import ImageOptions, MediaLimits, media_limits, model_name, require_int, require_seconds
-from .contract import EncoderStats, Health, ImageResult
-from .device import consumer_stream, default_dtype, parse_device
+from .cache.key import Keys
+from .cache.tiered import Cache
+from .cached import CachedEngine, Front
+from .config import (
+    CacheConfig,
+    ImageOptions,
+    MediaLimits,
+    media_limits,
+    model_name,
+    require_int,
+    require_seconds,
+)
+from .contract import CacheStats, EncoderStats, Health, ImageResult
+from .device import consumer_stream, default_dtype, open_transfers, parse_device
 from .engine.admission import arrival
 from .engine.call import Call
 from .engine.engine import Engine
@@ -38,6 +49,7 @@ class Encoder:
     model: name for metadata and identity; by default the config's or the directory's.
     device: "cuda", "cuda:N" or "cpu".
     family: by default recognised from config.json.
+    cache: results kept in memory and on disk, see CacheConfig; off by default.
     stream_priority: requested CUDA priority, lower is higher; `self.stream_priority` is what was granted.
     replicas_per_gpu: 1 to 32, each with its own thread, stream and copy of the weights.
     dtype: of tower and results; bfloat16 on CUDA, float32 on the CPU.
@@ -63,7 +75,7 @@ class Encoder:
         device: str | torch.device = "cuda:0",
         family: str | None = None,
         *,
-        cache: None = None,
+        cache: CacheConfig | None = None,
         stream_priority: int = 1,
         replicas_per_gpu: int = 1,
         dtype: torch.dtype | None = None,
@@ -76,7 +88,10 @@ class Encoder:
         limits: MediaLimits | None = None,
         wedged_after: float = 120.0,
     ) -> None:
-        _require_absent(cache=cache, batching=batching)
+        if batching is not None:
+            raise NotImplementedError("batching= is not built yet; leave it out or pass None")
+        if cache is not None and not isinstance(cache, CacheConfig):
+            raise TypeError(f"cache must be a CacheConfig or None, got {type(cache).__name__}")
         if type(stream_priority) is not int:
             raise TypeError(f"stream_priority must be an int, got {type(stream_priority).__name__}")
         self.replicas_per_gpu = require_int("replicas_per_gpu", replicas_per_gpu, 1, _MAX_REPLICAS)
@@ -85,6 +100,7 @@ class Encoder:
         require_int("preprocess_workers", workers, 1)
         require_int("queue_depth", depth, 1)
         require_int("queue_bytes", queue_bytes, 1)
+        wedged_after = require_seconds("wedged_after", wedged_after)
         if handoff not in _HANDOFFS:
             raise ValueError(f"handoff must be 'host' or 'stream', got {handoff!r}")
         self._limits = media_limits(limits)
@@ -99,22 +115,33 @@ class Encoder:
         self.family = self._family.name
 
         build = steps.build_tower(self._family, self.dtype)
+        settings = ReplicaSettings(
+            self.model,
+            self.device,
+            stream_priority,
+            handoff,
+            build_once(build) if share_weights else build,
+            to_cpu=cache is not None and cache.results == "cpu",
+            cache=None if cache is None else "miss",
+        )
+        front = None
+        if cache is not None:
+            keys = Keys(steps.identity(self._family, self.device, self.dtype))
+            front = Front(Cache(cache, keys), open_transfers(self.device, handoff), cache.results, workers)
+        self._front = front
         self._engine = Engine(
-            ReplicaSettings(
-                self.model,
-                self.device,
-                stream_priority,
-                handoff,
-                build_once(build) if share_weights else build,
-            ),
+            settings,
             steps.open_image(self._family, self._limits),
-            steps.prepare(self._family, self._limits, self.model),
+            steps.prepare(self._family, self._limits, self.model, None if front is None else front.take_off),
             replicas=replicas_per_gpu,
             workers=workers,
             depth=depth,
             max_bytes=queue_bytes,
-            wedged_after=require_seconds("wedged_after", wedged_after),
+            wedged_after=wedged_after,
+            at_end=front.close if front else lambda: None,
         )
+        identify = steps.identify(self._family, self._limits, self.model)
+        self._cached = None if front is None else CachedEngine(self._engine, front, identify)
         self.stream_priority = self._engine.stream_priority
         for index in range(replicas_per_gpu):
             logger.info(
@@ -143,23 +170,19 @@ class Encoder:
         """
         self._engine.require_usable()
         call = Call(images, expected_tokens)
-        job = None
         try:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
-                    job = self._job(image, expected, image_options, timeout, deadline)
-                    self._engine.admit(job, timeout)
-                call.add(job)
+                    call.add(self._admit(image, expected, image_options, timeout, deadline))
                 if call.faulty:
                     break  # its error is raised below
-            return [call.result(index) for index in range(len(call.jobs))]
+            return [call.result(index) for index in range(len(call.futures))]
         finally:
             wait(call.cancel())
-            if quiet := self._engine.scheduler.quiet(call.jobs):
+            if quiet := self._engine.scheduler.quiet(call.futures):
                 quiet.result()
             # What is raised holds this frame, which must not hold it, nor the results of the others.
-            call.jobs.clear()
-            del job
+            call.futures.clear()
 
     async def generate_async(
         self,
@@ -177,29 +200,25 @@ class Encoder:
         """
         self._engine.require_usable()
         call = Call(images, expected_tokens)
-        job = None
         try:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
-                    job = self._job(image, expected, image_options, timeout, deadline)
-                    await self._engine.admit_async(job, timeout)
-                call.add(job)
+                    call.add(await self._admit_async(image, expected, image_options, timeout, deadline))
                 if call.faulty:
                     break
-            for index, job in enumerate(call.jobs):
-                await arrival(job.future)
+            for index, future in enumerate(call.futures):
+                await arrival(future)
                 call.result(index)
-            return [call.result(index) for index in range(len(call.jobs))]
+            return [call.result(index) for index in range(len(call.futures))]
         except Exception:
             for future in call.cancel():
                 await arrival(future)
-            if quiet := self._engine.scheduler.quiet(call.jobs):
+            if quiet := self._engine.scheduler.quiet(call.futures):
                 await arrival(quiet)
             raise
         finally:  # of a cancelled task too, or one whose loop is gone: nothing may be waited for here
             call.cancel()
-            call.jobs.clear()
-            del job
+            call.futures.clear()
 
     def submit(
         self,
@@ -224,9 +243,7 @@ class Encoder:
         self._engine.require_usable()
         if expected_tokens is not None:
             require_int("expected_tokens", expected_tokens, 1)
-        job = self._job(image, expected_tokens, image_options, timeout, deadline)
-        self._engine.admit(job, timeout)
-        return job.future
+        return self._admit(image, expected_tokens, image_options, timeout, deadline)
 
     def encode_image(self, data: ImageInput) -> dict[str, torch.Tensor]:
         """Encode one image into named tensors: `embeddings` [rows, width] on the device, and int64
@@ -248,6 +265,19 @@ class Encoder:
         """Counts since construction, and percentiles of recent times by stage. Answers as `health` does."""
         self._engine.require_own_process()
         return self._engine.stats()
+
+    def cache_stats(self) -> CacheStats:
+        """The cache's counts, all zero without one. Answers as `health` does."""
+        self._engine.require_own_process()
+        return CacheStats() if self._front is None else self._front.cache.stats()
+
+    def bump_weights(self) -> None:
+        """Have the cache serve no result that it has now, for callers who change weights in place. Call it
+        before the change begins, so that nothing made during it is kept for good, and again once it is done.
+        """
+        self._engine.require_usable()
+        if self._front is not None:
+            self._front.cache.keys.bump()
 
     def close(self) -> None:
         """Stop admission, finish what was accepted, join every thread. Results live on; twice is fine.
@@ -283,6 +313,28 @@ class Encoder:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self._close_elsewhere(drain=kind is None)
 
+    def _admit(
+        self,
+        image: ImageInput,
+        expected: int | None,
+        options: ImageOptions | None,
+        timeout: float | None,
+        deadline: float | None,
+    ) -> Future[ImageResult]:
+        job = self._job(image, expected, options, timeout, deadline)
+        return (self._cached or self._engine).admit(job, timeout)
+
+    async def _admit_async(
+        self,
+        image: ImageInput,
+        expected: int | None,
+        options: ImageOptions | None,
+        timeout: float | None,
+        deadline: float | None,
+    ) -> Future[ImageResult]:
+        job = self._job(image, expected, options, timeout, deadline)
+        return await (self._cached or self._engine).admit_async(job, timeout)
+
     def _job(
         self,
         image: ImageInput,
@@ -296,13 +348,7 @@ class Encoder:
             require_seconds("timeout", timeout)
         if deadline is not None:
             require_seconds("deadline", deadline)
-        return Job(image, options, expected, consumer_stream(self.device), deadline)
-
-
-def _require_absent(**later: object) -> None:
-    for name, value in later.items():
-        if value is not None:
-            raise NotImplementedError(f"{name}= is not built yet; leave it out or pass None")
+        return Job(image, options, expected, consumer_stream(self.device), deadline=deadline)
 
 
 def _named(result: ImageResult) -> dict[str, torch.Tensor]:

@@ -11,8 +11,10 @@
     ├─ EncoderBusyError                     no room in the queue within the caller's `timeout`
     ├─ DeadlineExceededError                the caller's `deadline` passed before the tower began
     ├─ ForkedProcessError                   the encoder was made before this process was forked
-    └─ ReplicaError                         the engine is at fault; chained to its cause
-       └─ DeviceOutOfMemoryError            that job did not fit; the encoder goes on
+    ├─ ReplicaError                         the engine is at fault; chained to its cause
+    │  └─ DeviceOutOfMemoryError            that job did not fit; the encoder goes on
+    └─ CacheError                           the cache cannot be opened as asked
+       └─ CacheLockedError                  its directory belongs to another encoder; names the path
 
 Arguments of the wrong type or out of range raise TypeError or ValueError as anywhere in Python.
 """
@@ -70,3 +72,11 @@ class ReplicaError(MMEncoderError):
 
 class DeviceOutOfMemoryError(ReplicaError):
     """Device or host memory did not suffice for this job; the encoder goes on with the next."""
+
+
+class CacheError(MMEncoderError):
+    """The cache cannot be opened as asked. Once it is open, its faults are misses, counted and logged."""
+
+
+class CacheLockedError(CacheError):
+    """The cache's directory is in use by another encoder; the message names it."""

@@ -52,16 +52,20 @@ def _lines(path: Path) -> list[str]:
 
 def identity() -> Mapping[str, str]:
     """Versions and machine, in the order in which a person would read them."""
-    packages = {name: _version(name) for name in ("numpy", "pillow", "simplejpeg", "safetensors")}
     return {
         "mm-encoder": _version("mm-encoder"),
         "python": platform.python_version(),
         "machine": f"{sys.platform} {platform.machine()}, {usable_cpus()} CPUs",
         "torch": str(torch.__version__),
         "torch cuda": str(torch.version.cuda or "none"),
-        **packages,
+        **versions(),
         "native kernels": "no (this version has none; Torch, NumPy and Pillow do the work)",
     }
+
+
+def versions() -> Mapping[str, str]:
+    """Versions of the packages that take part in making a result, besides Torch."""
+    return {name: _version(name) for name in ("numpy", "pillow", "simplejpeg", "safetensors")}
 
 
 def _version(package: str) -> str:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable
+
 import torch
 
+from .cached import Identify
 from .config import MediaLimits
-from .device import Lane
+from .device import Lane, describe
 from .engine.admission import OpenImage
 from .engine.job import Job
 from .engine.preprocess import Prepare
 from .engine.replica import BuildTower, TowerFunction
 from .errors import PlanMismatchError
 from .families.family import Family
+from .media.header import check_source_bytes
+from .media.source import encoded_hash
+from .runtime import versions
 
 
 def open_image(family: Family, limits: MediaLimits) -> OpenImage:
@@ -28,21 +36,55 @@ def open_image(family: Family, limits: MediaLimits) -> OpenImage:
     return run
 
 
-def prepare(family: Family, limits: MediaLimits, model: str) -> Prepare:
-    """What a preprocessing thread does with an opened job."""
+def identify(family: Family, limits: MediaLimits, model: str) -> Identify:
+    """How the cache knows an image before it has a place in the queue: by a snapshot that is not kept."""
+
+    def run(job: Job) -> str:
+        if type(job.image) is bytes:  # its own snapshot; what is in it is seen when it is not found
+            check_source_bytes(len(job.image), limits)
+            return encoded_hash(model, job.image)
+        assert job.image is not None
+        return family.open(job.image, limits, job.options).mm_hash(model)
+
+    return run
+
+
+def prepare(
+    family: Family, limits: MediaLimits, model: str, take_off: Callable[[Job], bool] | None = None
+) -> Prepare:
+    """What a preprocessing thread does with an opened job. `take_off` says whether the job is still to be
+    encoded, once its `mm_hash` is known.
+    """
 
     def run(job: Job) -> None:
         source, job.source = job.source, None
         assert source is not None
         assert job.plan is not None
-        job.mm_hash = source.mm_hash(model)
+        job.mm_hash = job.mm_hash or source.mm_hash(model)
         job.stage_done("hash")
+        if take_off is not None and not take_off(job):
+            return
         picture = source.decode(limits)
         job.stage_done("decode")
         job.patches = family.patches(picture, job.plan)
         job.stage_done("patches")
 
     return run
+
+
+def identity(family: Family, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Everything that an encoder's results depend on besides the image, by name. Reads the vision tensors."""
+    checkpoint = family.checkpoint
+    return {
+        "family": family.name,
+        "preprocessing": json.dumps(family.preprocessing, sort_keys=True),
+        "config": hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest(),
+        "weights": checkpoint.digest(family.scopes),
+        "dtype": str(dtype),
+        "attention": "scaled_dot_product_attention, one image at a time",
+        **{name: versions()[name] for name in ("numpy", "pillow", "simplejpeg")},
+        **describe(device),
+    }
 
 
 def build_tower(family: Family, dtype: torch.dtype) -> BuildTower:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import struct
+import subprocess
+import sys
+import textwrap
+import threading
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image, ImageOps
 
+from mm_encoder import Encoder, ImageResult, MediaPlanner
 from mm_encoder.config import MediaLimits
 from mm_encoder.errors import MediaDecodeError, MediaTooLargeError, UnsupportedMediaError
+from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.decode import decode
 from mm_encoder.media.picture import Pixels
+from mm_encoder.media.source import Source
 
 ABUSE = Path(__file__).parent / "abuse"
 LIMITS = MediaLimits()
@@ -237,3 +249,192 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come to be in 30 s"
         time.sleep(0.001)
+
+
+# --- images held on their way ------------------------------------------------------------------------
+
+
+def in_flight(encoder: Encoder) -> tuple[int, int, int, int]:
+    """Images with no outcome yet, callers in line, slots in use, bytes in use."""
+    health = encoder.health()
+    return encoder.stats().in_flight, health.waiting, health.queue_length, health.queue_bytes
+
+
+def nothing_left(encoder: Encoder) -> None:
+    """Everything was given back, and every image had exactly one outcome."""
+    until(lambda: in_flight(encoder) == (0, 0, 0, 0))
+    stats = encoder.stats()
+    outcomes = stats.succeeded + stats.failed + stats.cancelled + stats.late + stats.refused
+    assert outcomes == stats.requests
+
+
+class Hold:
+    """Holds the calls of `owner.name` for which `when` is true until let go; tells when one has come."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        owner: Any,
+        name: str,
+        when: Callable[..., bool] = lambda *_: True,
+    ) -> None:
+        self._arrived, self._opened = threading.Semaphore(0), threading.Event()
+        call = getattr(owner, name)
+
+        def held(*arguments: Any) -> Any:
+            if when(*arguments):
+                self._arrived.release()
+                assert self._opened.wait(60), f"{name} was held for a minute"
+            return call(*arguments)
+
+        monkeypatch.setattr(owner, name, held)
+
+    def wait(self, calls: int = 1) -> None:
+        """Until so many more calls have come."""
+        for _ in range(calls):
+            assert self._arrived.acquire(timeout=30)
+
+    def let_go(self) -> None:
+        """Let those that wait and all that come go on."""
+        self._opened.set()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go()
+
+
+def hold_towers(monkeypatch: pytest.MonkeyPatch) -> Hold:
+    return Hold(monkeypatch, GlmTower, "forward")
+
+
+STAGES = ("in line", "queued", "opening", "decoding", "patches", "ready", "running")
+FIRST_SIZE, VICTIM_SIZE = (120, 60), (60, 180)
+
+
+class Scene:
+    """An encoder whose `victim` comes to a stage and no further, with others before and behind it.
+
+    As a context manager it holds that stage; who is to be the victim begins it and calls `reached`.
+    Afterwards `others_are_well` lets everything go on and looks at the rest.
+    """
+
+    def __init__(self, stage: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stage, self.victim = stage, saved(noise(*VICTIM_SIZE), "PNG")
+        depth = 2 if stage == "in line" else 9
+        self.encoder = Encoder(checkpoint, device="cpu", queue_depth=depth, preprocess_workers=1)
+        first = saved(noise(*FIRST_SIZE), "PNG")
+        self._images = [first, *(saved(noise(40 + 30 * i, 50, seed=i), "PNG") for i in range(4))]
+        self._wanted = self.encoder.generate(self._images)
+        self._others: list[Future[ImageResult]] = []
+        size = FIRST_SIZE if stage in ("in line", "queued", "ready") else VICTIM_SIZE
+        grid = MediaPlanner(checkpoint).plan(size).grid_thws[0]
+        self._hold = {
+            "queued": lambda: Hold(monkeypatch, Source, "decode", lambda source, _: source.size == size),
+            "opening": lambda: Hold(monkeypatch, Glm53, "open", lambda _, data, *__: data is self.victim),
+            "decoding": lambda: Hold(monkeypatch, Source, "decode", lambda source, _: source.size == size),
+            "patches": lambda: Hold(monkeypatch, Glm53, "patches", lambda *call: call[2].source == size),
+        }.get(stage, lambda: Hold(monkeypatch, GlmTower, "forward", lambda *call: call[2] == [grid]))()
+
+    def __enter__(self) -> Scene:
+        self._submit(1)
+        if self.stage in ("in line", "queued", "ready"):
+            self._hold.wait()  # the first is held
+        if self.stage == "in line":
+            self._submit(2)  # the queue is full
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hold.let_go()
+        self.encoder.close()
+
+    def reached(self) -> None:
+        """Wait until the victim is where it is to be held, and send others after it."""
+        scheduler = self.encoder._engine.scheduler
+        if self.stage == "in line":
+            until(lambda: scheduler.slots.waiting == 1)
+            return
+        if self.stage == "queued":
+            until(lambda: len(scheduler._queued) == 1)
+        elif self.stage == "ready":
+            until(lambda: len(scheduler._ready) == 1)
+        else:
+            self._hold.wait()
+        self._submit(2)
+
+    def let_go(self) -> None:
+        self._hold.let_go()
+
+    def others_are_well(self) -> None:
+        """What the others got is what they get undisturbed, and nothing is left of anyone."""
+        self.let_go()
+        for future, wanted in zip(self._others, self._wanted, strict=False):
+            rows, metadata = future.result(timeout=30)
+            assert torch.equal(rows, wanted.tensor)
+            assert metadata == wanted.metadata
+        nothing_left(self.encoder)
+
+    def _submit(self, count: int) -> None:
+        for image in self._images[len(self._others) :][:count]:
+            self._others.append(self.encoder.submit(image))
+
+
+# --- programs of their own ---------------------------------------------------------------------------
+
+BEGINNING = """
+import asyncio, atexit, faulthandler, gc, os, signal, sys, threading, time, warnings
+import numpy, torch
+import mm_encoder
+from mm_encoder.families.glm53 import GlmTower
+
+torch.set_num_threads(1)
+faulthandler.register(signal.SIGALRM, chain=True)  # says where every thread is, and then ends the program
+signal.alarm(LIMIT)  # and not before: the imports take what they take
+CHECKPOINT = sys.argv[1]
+IMAGE = numpy.zeros((50, 50, 3), numpy.uint8)
+forward = GlmTower.forward
+arrived, opened = threading.Semaphore(0), threading.Event()
+
+def encoder(**settings):
+    return mm_encoder.Encoder(CHECKPOINT, device="cpu", **settings)
+
+def hold():
+    def held(tower, *arguments):
+        arrived.release()
+        opened.wait()
+        return forward(tower, *arguments)
+    GlmTower.forward = held
+
+def be_slow():
+    # In and out of native code, where a thread must not be when the interpreter goes.
+    def slow(tower, *arguments):
+        matrix = torch.ones(400, 400)
+        for _ in range(30):
+            matrix = (matrix @ matrix).clamp(-1, 1)
+        return forward(tower, *arguments)
+    GlmTower.forward = slow
+
+def until(condition):
+    while not condition():
+        time.sleep(0.001)
+"""
+"""What every program begins with; LIMIT is in seconds."""
+
+
+def outcome_of(program: str, checkpoint: Path, *options: str, limit: int = 10) -> tuple[int, str, str]:
+    """Exit code, output and errors of a program that hangs, and says where, after `limit` seconds."""
+    source = BEGINNING.replace("LIMIT", str(limit)) + textwrap.dedent(program)
+    run = subprocess.Popen(
+        [sys.executable, *options, "-c", source, str(checkpoint)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = run.communicate(timeout=30 + limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)  # and with it what it left, such as a forked child that hangs
+        output, errors = run.communicate()
+    return run.returncode, output, errors

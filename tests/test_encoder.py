@@ -938,7 +938,7 @@ def test_a_replica_that_fails_to_load_stops_the_others(
         ({"stream_priority": "low"}, TypeError, "stream_priority must be an int"),
         ({"dtype": torch.int8}, ValueError, "dtype must be one of"),
         ({"family": "other"}, ValueError, "family must be one of glm53"),
-        ({"cache": object()}, NotImplementedError, "cache= is not built yet"),
+        ({"cache": object()}, TypeError, "cache must be a CacheConfig or None, got object"),
         ({"batching": object()}, NotImplementedError, "batching= is not built yet"),
         ({"limits": 5}, TypeError, "limits must be a MediaLimits, got int"),
         ({"model": 123}, TypeError, "model must be a str or None, got int"),

@@ -19,9 +19,9 @@ PROGRAM = """
     import ctypes, gc, sys
     from pathlib import Path
     import numpy
-    from mm_encoder import Encoder, MediaError
+    from mm_encoder import CacheConfig, Encoder, MediaError
 
-    checkpoint, count, leak, *files = sys.argv[1:]
+    checkpoint, count, leak, folder, *files = sys.argv[1:]
     images = [Path(file).read_bytes() for file in files]
     trim = ctypes.CDLL("libc.so.6").malloc_trim
     kept = []
@@ -41,23 +41,34 @@ PROGRAM = """
                 pass
             kept.append(bytearray(int(leak)))
 
-    with Encoder(checkpoint, device="cpu", queue_depth=20) as encoder:
+    def pictures():
+        if folder:  # each is new to the cache, whose tiers are full before it has warmed up
+            return list(random.integers(0, 256, (25, 40, 40, 3), numpy.uint8))
+        return (images * 25)[:25]
+
+    random = numpy.random.default_rng(0)
+    cache = CacheConfig(256 * 1024, folder, 1024**2, 256 * 1024) if folder else None
+    with Encoder(checkpoint, device="cpu", queue_depth=20, cache=cache) as encoder:
         samples, done = [], 0
         while done < int(count) * 1.5:
             if done >= int(count) * 0.5:  # the first third warms up
                 samples.append((done, resident()))
-            run((images * 25)[:25])
+            run(pictures())
             done += 25
         assert encoder.stats().in_flight == 0
+        if cache:
+            stats = encoder.cache_stats()
+            assert stats.misses == done and stats.memory_evictions > done / 2 < stats.disk_evictions
+            assert stats.memory_bytes <= cache.memory_bytes and stats.disk_bytes <= cache.disk_bytes
     x, y = numpy.array(samples, float).T
     print(numpy.polyfit(x, y, 1)[0])
 """
 
 
-def slope(checkpoint: Path, files: list[Path], count: int, leak: int = 0) -> float:
+def slope(checkpoint: Path, files: list[Path], count: int, leak: int = 0, cache: Path | None = None) -> float:
     """KiB by which a process of its own grows with each of `count` images after it has warmed up."""
     program = textwrap.dedent(PROGRAM)
-    arguments = [str(checkpoint), str(count), str(leak), *map(str, files)]
+    arguments = [str(checkpoint), str(count), str(leak), str(cache or ""), *map(str, files)]
     run = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
@@ -100,6 +111,15 @@ def test_memory_does_not_grow_with_the_number_of_images(
     files = {"good": good, "bad": bad, "animated": [ABUSE / "D30_anim.gif", ABUSE / "D30_anim.webp"]}
     grown = slope(glm53_checkpoint, files[kind], count * SCALE)
     print(f"\n{kind}: {count * SCALE} images, {grown * 1024:+.0f} bytes an image")
+    assert grown < KIB_AN_IMAGE
+
+
+def test_memory_does_not_grow_with_the_number_of_pictures_that_a_cache_has_seen(
+    glm53_checkpoint: Path, tmp_path: Path
+) -> None:
+    count = 1000 * SCALE
+    grown = slope(glm53_checkpoint, [], count, cache=tmp_path / "cache")
+    print(f"\ncached: {count} distinct images, {grown * 1024:+.0f} bytes an image")
     assert grown < KIB_AN_IMAGE
 
 

@@ -28,10 +28,13 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
     until = None if timeout is None else time.monotonic() + timeout
     with _refusals(job):
         scheduler.begin(job)
+        if job.over:
+            return
         turn = scheduler.slots.enter(job, 1)
         scheduler.deadlines.watch(job)
         _wait(scheduler.slots, job, turn, until)
         if job.over:  # its deadline passed in the line
+            scheduler.queue(job)
             return
         job.stage_done("line")
         job.moved(JobState.OPENING)
@@ -56,6 +59,8 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
     """
     with _refusals(job):
         scheduler.begin(job)
+        if job.over:
+            return
         turn = scheduler.slots.enter(job, 1)
         scheduler.deadlines.watch(job)
         if turn is not None:

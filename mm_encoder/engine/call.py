@@ -1,4 +1,4 @@
-"""One call of generate: its jobs in input order, and what becomes of them when one is at fault."""
+"""One call of generate: its images in input order, and what becomes of them when one is at fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..config import require_int
 from ..contract import ImageResult
 from ..errors import EncoderClosedError, MMEncoderError
 from ..media.source import is_image
-from .job import Job, again
+from .job import again
 
 
 class Call:
@@ -24,7 +24,7 @@ class Call:
         # An open file is no iterable of images, though Python can iterate it.
         self._single = is_image(images) or hasattr(images, "read")
         self.items = _with_expected([images] if self._single else images, expected_tokens)
-        self.jobs: list[Job] = []
+        self.futures: list[Future[ImageResult]] = []
         self._fault = threading.Event()
 
     @property
@@ -32,20 +32,20 @@ class Call:
         """Whether an image is known to be at fault: nothing more needs to begin."""
         return self._fault.is_set()
 
-    def add(self, job: Job) -> None:
-        """The next image's job, admitted."""
-        self.jobs.append(job)
+    def add(self, future: Future[ImageResult]) -> None:
+        """The next image's future, admitted."""
+        self.futures.append(future)
         # Not a method: a future that held the call would hold the other results.
-        job.future.add_done_callback(partial(_note_fault, self._fault))
+        future.add_done_callback(partial(_note_fault, self._fault))
 
     def result(self, index: int) -> ImageResult:
         """Wait for an image's result, or raise its error with its index in the message."""
         with self.naming(index):
-            return self.jobs[index].future.result()
+            return self.futures[index].result()
 
     def cancel(self) -> list[Future[ImageResult]]:
         """Cancel what can be cancelled; returns the futures of the rest."""
-        return [job.future for job in self.jobs if not job.future.cancel()]
+        return [future for future in self.futures if not future.cancel()]
 
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:

@@ -6,7 +6,7 @@ import threading
 import time
 
 from ..errors import DeadlineExceededError
-from .job import Job
+from .job import Promise
 
 
 class Deadlines:
@@ -14,11 +14,11 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._watched: dict[Job, float] = {}
+        self._watched: dict[Promise, float] = {}
         self._next: float | None = None
         self._ended = False
 
-    def watch(self, job: Job) -> None:
+    def watch(self, job: Promise) -> None:
         """Have `job` dropped at its deadline, if it has one."""
         if job.deadline is None:
             return
@@ -29,7 +29,7 @@ class Deadlines:
         if job.deadline <= time.monotonic():
             job.drop(_late())
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: Promise) -> None:
         """`job` is done."""
         if job.deadline is not None:
             with self._changed:

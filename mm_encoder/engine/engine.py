@@ -10,9 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 
-from ..contract import EncoderState, EncoderStats, Health, WorkerHealth
+from ..contract import EncoderState, EncoderStats, Health, ImageResult, WorkerHealth
 from ..errors import ForkedProcessError
 from .admission import OpenImage, admit, admit_async
 from .job import Job
@@ -28,6 +29,7 @@ class Engine:
     """Starts its threads at once and returns when every replica has loaded.
 
     If a replica fails to load or a thread to start, those begun are stopped and the first cause is raised.
+    `at_end` is called whenever all threads have ended; it may be called more than once.
     The threads hold the scheduler and not the engine, so an engine that is dropped ends them; so does one
     that is alive at interpreter exit.
     """
@@ -43,6 +45,7 @@ class Engine:
         depth: int,
         max_bytes: int,
         wedged_after: float,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = Scheduler(depth, max_bytes, replicas)
         self._open_image, self._wedged_after = open_image, wedged_after
@@ -52,9 +55,10 @@ class Engine:
         ]
         self._threads: list[threading.Thread] = []  # those that were started
         self._pid = os.getpid()
-        self._at_exit = partial(_end, self.scheduler, self._threads, self._pid, drain=False)
+        self._end = partial(_end, self.scheduler, self._threads, self._pid, at_end)
+        self._at_exit = partial(self._end, drain=False)
         atexit.register(self._at_exit)
-        weakref.finalize(self, _abandon, self.scheduler, self._at_exit, self._pid).atexit = False
+        weakref.finalize(self, _abandon, self.scheduler, self._at_exit, self._end, self._pid).atexit = False
         try:
             deadlines = threading.Thread(
                 target=self.scheduler.deadlines.run, name="mm-encoder-deadlines", daemon=True
@@ -68,13 +72,15 @@ class Engine:
             self.close(drain=False)
             raise
 
-    def admit(self, job: Job, timeout: float | None) -> None:
-        """See `admission.admit`."""
+    def admit(self, job: Job, timeout: float | None) -> Future[ImageResult]:
+        """The job's future, once it is admitted; see `admission.admit`."""
         admit(self.scheduler, job, self._open_image, timeout)
+        return job.future
 
-    async def admit_async(self, job: Job, timeout: float | None) -> None:
-        """See `admission.admit_async`."""
+    async def admit_async(self, job: Job, timeout: float | None) -> Future[ImageResult]:
+        """The same on the running loop; see `admission.admit_async`."""
         await admit_async(self.scheduler, job, timeout)
+        return job.future
 
     def require_usable(self) -> None:
         """Raise ForkedProcessError in a forked child, RuntimeError in one of the engine's own threads, where
@@ -120,7 +126,7 @@ class Engine:
         """
         atexit.unregister(self._at_exit)
         first = not self.scheduler.closed
-        _end(self.scheduler, self._threads, self._pid, drain=drain)
+        self._end(drain=drain)
         if first:
             stats = self.stats()
             logger.info(
@@ -148,21 +154,35 @@ class Engine:
         return EncoderState.READY if all_well else EncoderState.DEGRADED
 
 
-def _end(scheduler: Scheduler, threads: list[threading.Thread], pid: int, *, drain: bool) -> None:
+def _end(
+    scheduler: Scheduler,
+    threads: list[threading.Thread],
+    pid: int,
+    at_end: Callable[[], None],
+    *,
+    drain: bool,
+) -> None:
     if os.getpid() != pid:  # a forked child has neither the threads nor a lock it may wait for
         return
     scheduler.close()
     if not drain:
         scheduler.cancel_waiting()
-    if threading.current_thread() not in threads:  # two callbacks that close would wait for each other
+
+    def finish() -> None:
         for thread in threads:
             thread.join()
+        at_end()
+
+    if threading.current_thread() in threads:  # two callbacks that close would wait for each other
+        _thread.start_new_thread(finish, ())
+    else:
+        finish()
 
 
-def _abandon(scheduler: Scheduler, at_exit: Callable[[], None], pid: int) -> None:
+def _abandon(scheduler: Scheduler, at_exit: Callable[[], None], end: Callable[..., None], pid: int) -> None:
     """End an engine that was dropped. Garbage collection may run in any thread at any point, inside the
     scheduler's lock too, so the lock is taken in a thread of its own.
     """
     atexit.unregister(at_exit)
     if not scheduler.closed and os.getpid() == pid:
-        _thread.start_new_thread(scheduler.close, ())
+        _thread.start_new_thread(partial(end, drain=True), ())

@@ -41,8 +41,52 @@ class JobState(StrEnum):
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Job:
-    """What was asked, what is known by now, and the future that its caller holds.
+class Promise:
+    """A future that gets one outcome: a result, an error, or its caller's cancelling it."""
+
+    future: Future[ImageResult] = field(default_factory=Future, kw_only=True)
+    deadline: float | None = field(default=None, kw_only=True)
+    """On time.monotonic()'s clock."""
+    at_end: Callable[[Any, BaseException | None], None] = field(default=lambda _, error: None, kw_only=True)
+    """Called with the promise and its error once it has its outcome, before anyone can see that; not when
+    it is cancelled.
+    """
+    _lock: threading.Lock = field(default_factory=threading.Lock, kw_only=True)
+    _begun: bool = field(default=False, kw_only=True)
+    """Whether the future left its pending state, which it can do once."""
+
+    def start(self) -> bool:
+        """Point of no return for cancellation; True for the one call that may give the outcome."""
+        with self._lock:
+            if self._begun:
+                return False
+            self._begun = True
+            return self.future.set_running_or_notify_cancel()
+
+    def tell_cancelled(self) -> None:
+        """Release those who wait for the cancelled future; `cancel` alone leaves them waiting."""
+        self.start()  # which, of a cancelled future, is all that it does
+
+    def succeed(self, result: ImageResult) -> None:
+        """Hand the result to the caller of what was started."""
+        self.at_end(self, None)
+        _resolve(self.future.set_result, result)
+
+    def fail(self, error: BaseException) -> None:
+        """Hand `error`, as one of the library's, to the caller of what was started."""
+        ours = without_frames(_as_ours(error))
+        self.at_end(self, ours)
+        _resolve(self.future.set_exception, ours)
+
+    def drop(self, error: BaseException) -> None:
+        """Fail it unless it was started, or cancelled, before."""
+        if self.start():
+            self.fail(error)
+
+
+@dataclass(eq=False, slots=True)
+class Job(Promise):
+    """What was asked, what is known by now, and the future of it.
 
     `image`, `source` and `patches` are dropped as soon as the next stage has what it needs.
     """
@@ -52,10 +96,7 @@ class Job:
     expected: int | None = None
     consumer: Any = None
     """The stream on which the caller will read the rows; None on the CPU."""
-    deadline: float | None = None
-    """On time.monotonic()'s clock."""
 
-    future: Future[ImageResult] = field(default_factory=Future)
     number: int = 0
     """Its place in the order of arrival."""
     source: Source | None = None
@@ -63,16 +104,15 @@ class Job:
     """Known once the image is opened."""
     patches: Patches | None = None
     mm_hash: str = ""
+    at_start: Callable[[], None] = lambda: None
+    """Called once a replica has it."""
+    flight: Any = None
+    """Who waits for it, where there is a cache (see `cached.py`)."""
     state: JobState = JobState.IN_LINE
     timings: dict[str, float] = field(default_factory=dict)
     """Milliseconds by stage."""
     born: float = field(default_factory=time.monotonic)
-    at_end: Callable[[Job, BaseException | None], None] = lambda job, error: None
-    """Called once with the outcome, before anyone can see it."""
     _mark: float = field(default_factory=time.perf_counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _begun: bool = False
-    """Whether the future left its pending state, which it can do once."""
 
     @property
     def nbytes(self) -> int:
@@ -98,41 +138,21 @@ class Job:
         self.timings[stage] = self.timings.get(stage, 0.0) + (now - self._mark) * 1e3
         self._mark = now
 
-    def start(self) -> bool:
-        """Point of no return for cancellation; True for the one call that may give the outcome."""
-        with self._lock:
-            if self._begun:
-                return False
-            self._begun = True
-            return self.future.set_running_or_notify_cancel()
-
-    def tell_cancelled(self) -> None:
-        """Release those who wait for the cancelled future; `cancel` alone leaves them waiting."""
-        self.start()  # which, of a cancelled future, is all that it does
-
     def let_go(self) -> None:
         """Hold no picture any more."""
         self.image = self.source = self.patches = None
 
-    def succeed(self, result: ImageResult) -> None:
-        """Hand the result to the caller of a job that was started."""
-        self.at_end(self, None)
-        _resolve(self.future.set_result, result)
-
     def fail(self, error: BaseException) -> None:
-        """Hand `error`, as one of the library's, to the caller of a job that was started."""
-        ours = _as_ours(error)
-        if isinstance(ours, ReplicaError):
-            fields = {"mm_event": "job_failed", "mm_error": type(ours).__name__, "mm_state": str(self.state)}
-            logger.warning("an image failed while %s: %s", self.state, ours, extra=fields)
-        without_frames(ours)
-        self.at_end(self, ours)
-        _resolve(self.future.set_exception, ours)
+        """As any promise; a fault of the engine is logged."""
+        error = _as_ours(error)
+        if isinstance(error, ReplicaError):
+            fields = {"mm_event": "job_failed", "mm_error": type(error).__name__, "mm_state": str(self.state)}
+            logger.warning("an image failed while %s: %s", self.state, error, extra=fields)
+        Promise.fail(self, error)  # super() does not work in a class with slots that is made anew
 
-    def drop(self, error: BaseException) -> None:
-        """Fail the job unless it was started, or cancelled, before."""
-        if self.start():
-            self.fail(error)
+
+class Joined(MMEncoderError):
+    """How a job ends whose image another job, or memory, already has the result of. No caller sees it."""
 
 
 def without_frames(error: E) -> E:

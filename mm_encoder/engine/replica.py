@@ -31,6 +31,10 @@ class ReplicaSettings:
     handoff: str
     """"host": a result is complete when its future is; "stream": when the consumer's stream gets there."""
     build_tower: BuildTower
+    to_cpu: bool = False
+    """Whether results are CPU tensors wherever the tower is."""
+    cache: str | None = None
+    """What metadata says of the cache."""
 
 
 class Replica(Worker):
@@ -81,11 +85,14 @@ class Replica(Worker):
             raise ReplicaError(
                 f"the tower gave {rows.shape[0]} rows, the plan has {plan.rows}; this is a bug"
             )
-        if self._settings.handoff == "host":
-            lane.wait()
+        if self._settings.to_cpu:
+            rows = lane.download(rows)
         else:
-            lane.make_wait(job.consumer)
-        lane.hand_over(rows, job.consumer)
+            if self._settings.handoff == "host":
+                lane.wait()
+            else:
+                lane.make_wait(job.consumer)
+            lane.hand_over(rows, job.consumer)
         job.stage_done("tower")
         metadata = ImageMetadata(
             model=self._settings.model,
@@ -98,6 +105,7 @@ class Replica(Worker):
             embedding_offsets=plan.embedding_offsets,
             grid_thws=(plan.grid_thw,),
             original_size=(plan.source.width, plan.source.height),
+            cache=self._settings.cache,
             timings=tuple(job.timings.items()),
         )
         return ImageResult(rows, metadata)

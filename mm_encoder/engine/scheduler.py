@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from itertools import count
@@ -74,13 +74,14 @@ class Scheduler:
         if self._refusal is not None:
             raise again(self._refusal)
 
-    def quiet(self, jobs: Sequence[Job]) -> Turn | None:
-        """When none of `jobs` is in preparation any more: a cancelled one is let go of only then."""
+    def quiet(self, futures: Collection[Future[ImageResult]]) -> Turn | None:
+        """When no job of these futures is in preparation any more: a cancelled one is let go of only then."""
         with self._to_prepare:
-            if self._preparing.isdisjoint(jobs):
+            jobs = frozenset(job for job in self._preparing if job.future in futures)
+            if not jobs:
                 return None
             turn = Turn()
-            self._quiet.append((frozenset(jobs), turn))
+            self._quiet.append((jobs, turn))
             return turn
 
     # --- the threads' side (preprocess.py, replica.py) -------------------------------------------
@@ -144,6 +145,7 @@ class Scheduler:
                     worker.take(None)
             self._give_back(job)
             if started:
+                job.at_start()
                 return job
 
     def lost(self, worker: Worker, cause: BaseException) -> None:

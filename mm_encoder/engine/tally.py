@@ -14,11 +14,12 @@ from ..errors import (
     MediaError,
     PlanMismatchError,
 )
-from .job import Job
+from .job import Job, Joined
 
 _RECENT = 1024
 _OUTCOMES: dict[type[BaseException], str] = {
     CancelledError: "cancelled",
+    Joined: "joined",
     DeadlineExceededError: "late",
     EncoderBusyError: "refused",
     EncoderClosedError: "refused",
@@ -67,6 +68,7 @@ class Tally:
             cancelled=ended["cancelled"],
             late=ended["late"],
             refused=ended["refused"],
+            joined=ended["joined"],
             errors=errors,
             stages=_percentiles(recent),
         )

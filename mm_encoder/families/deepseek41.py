@@ -28,7 +28,6 @@ _CHANNELS = 3
 _TEXT = "deepseek_v41_text"
 _NORM_EPS = 1e-6  # the code's constant; text_config.rms_norm_eps is the language model's
 _FILL = 127  # around a picture that keeps its shape
-_SCOPES = ("vision.", "aligner.", "image_")
 # The module's names on the left, the checkpoint's on the right.
 _NAMES = (
     ("trunk.embed", "vision.patch_embed.proj"),
@@ -132,6 +131,7 @@ class DeepSeek41(Family):
 
     name = "deepseek41"
     model_type, architecture, kin = "deepseek_v41", "DeepseekV41ForCausalLM", ("deepseek_v4", "DeepseekV4")
+    scopes = ("vision.", "aligner.", "image_")
     checkpoints = ("deepseek-ai/DeepSeek-V4.1-Flash", "deepseek-ai/DeepSeek-V4.1-Flash-1017")
 
     @classmethod
@@ -176,7 +176,7 @@ class DeepSeek41(Family):
         name = "vision.patch_embed.proj.weight"
         kernel = self.checkpoint.shape(name) or ()
         tower = DeepSeekTower(self.vision, self.out, self.table.to(device, dtype), len(kernel) == 4)
-        load_into(tower, self.checkpoint, _NAMES, _SCOPES, device, dtype)
+        load_into(tower, self.checkpoint, _NAMES, self.scopes, device, dtype)
         return tower
 
 

@@ -46,6 +46,8 @@ class Family(ABC):
     merge: int = 1
     """Patches on a side of what becomes one row."""
 
+    checkpoint: Checkpoint
+
     name: ClassVar[str]
     """What `family=` takes."""
     checkpoints: ClassVar[tuple[str, ...]]
@@ -82,6 +84,11 @@ class Family(ABC):
     @abstractmethod
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Read the config files. Raises CheckpointError."""
+
+    @property
+    @abstractmethod
+    def scopes(self) -> Sequence[str]:
+        """What the names of the vision tensors begin with. Raises CheckpointError."""
 
     @property
     @abstractmethod

@@ -24,8 +24,6 @@ from .layers import Attention, Block, ClampedSwiGLU, Grid, LayerNorm, Linear, RM
 from .trunk import Trunk, load_into
 from .weights import Checkpoint
 
-# As released; as engines keep it; as MLX ports do.
-_PREFIXES = ("model.visual.", "visual.", "vision_tower.")
 # The module's names on the left, the checkpoint's on the right.
 NAMES = (
     ("trunk.embed", "patch_embed.proj"),
@@ -195,11 +193,14 @@ class Glm53(Family):
         values = look_up(patches.data, self.table)
         return repeat_frame(values, self.processor.temporal_patch_size).to(dtype)
 
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        return (self.checkpoint.only_prefix(("model.visual.", "visual.", "vision_tower.")),)
+
     def build_tower(self, device: torch.device, dtype: torch.dtype) -> GlmTower:
         tower = GlmTower(self.vision, self.table.to(device, dtype))
-        prefix = self.checkpoint.only_prefix(_PREFIXES)
-        renames = [(ours, prefix + theirs) for ours, theirs in NAMES]
-        load_into(tower, self.checkpoint, renames, [prefix], device, dtype)
+        renames = [(ours, self.scopes[0] + theirs) for ours, theirs in NAMES]
+        load_into(tower, self.checkpoint, renames, self.scopes, device, dtype)
         return tower
 
 

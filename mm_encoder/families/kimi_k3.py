@@ -32,7 +32,6 @@ _LONGEST = 512  # patches on a side, for which the reference has rotations
 # versions hard-code bfloat16's 2^-7; which one the model was served with first is not known.
 _RMS_EPS = torch.finfo(torch.float32).eps
 _LAYER_NORM_EPS = 1e-5
-_SCOPES = ("vision_tower.", "mm_projector.")
 # The module's names on the left, the checkpoint's on the right, which GGUF-like ports have otherwise.
 _NAMES = (
     ("norm1.", "norm0."),
@@ -160,6 +159,7 @@ class KimiK3(Family):
 
     name = "kimi_k3"
     model_type, architecture, kin = "kimi_k3", "KimiK3ForConditionalGeneration", ("kimi", "Kimi")
+    scopes = ("vision_tower.", "mm_projector.")
     merge = _MERGE
     checkpoints = ("moonshotai/Kimi-K3",)
 
@@ -200,7 +200,7 @@ class KimiK3(Family):
         tower = KimiTower(self.vision, self.table.to(device, dtype))
         ported = "mm_projector.linear_1.weight" in self.checkpoint.files
         names = _NAMES + (_PORTED if ported else _RELEASED)
-        load_into(tower, self.checkpoint, names, _SCOPES, device, dtype)
+        load_into(tower, self.checkpoint, names, self.scopes, device, dtype)
         for block in tower.trunk.blocks:
             block.attn.pair_halves()
         return tower

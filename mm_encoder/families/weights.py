@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
+from ..runtime import usable_cpus
 
 _INDEX = "model.safetensors.index.json"
 _PLAIN = ("F64", "F32", "F16", "BF16")  # anything else under a tower's prefix is quantised
@@ -101,6 +104,22 @@ class Checkpoint:
                 _describe(missing=missing, unexpected=unexpected, misshapen=misshapen, quantised=quantised)
             )
         return tensors
+
+    def digest(self, scopes: Sequence[str]) -> str:
+        """SHA-256, in hex, over names, dtypes, shapes and bytes of the tensors whose names begin with one
+        of `scopes`: the same however they are spread over files. Reads them once, side by side.
+        """
+        names = sorted(name for name in self.files if name.startswith(tuple(scopes)))
+
+        def one(name: str) -> bytes:
+            with self._open(self.files[name]) as shard:
+                tensor = shard.get_tensor(name)
+            head = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
+            data = tensor.contiguous().flatten().view(torch.uint8).numpy()
+            return hashlib.sha256(len(head).to_bytes(8, "little") + head + memoryview(data)).digest()
+
+        with ThreadPoolExecutor(usable_cpus()) as pool:  # hashing and reading leave the GIL alone
+            return hashlib.sha256(b"".join(pool.map(one, names))).hexdigest()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape, None if there is no such tensor."""

@@ -77,20 +77,26 @@ class Source:
 
         Options are not part of it, but pixels count as they are shown.
         """
-        fields: list[bytes | memoryview] = [b"mm_encoder.media.1", model.encode(errors="surrogatepass")]
         if self.encoded is not None:
-            fields += [b"image", self.encoded]
-        else:
-            assert self.picture is not None
-            pixels = self.picture.pixels
-            shape = "x".join(map(str, pixels.shape))
-            fields += [b"pixels", self.mode.encode(), shape.encode(), pixels.data]
-        digest = hashlib.sha256()
-        for field in fields:
-            # Each field is preceded by its length, so that no two lists of fields hash the same bytes.
-            digest.update(memoryview(field).nbytes.to_bytes(8, "little"))
-            digest.update(field)
-        return digest.hexdigest()
+            return encoded_hash(model, self.encoded)
+        assert self.picture is not None
+        pixels = self.picture.pixels
+        shape = "x".join(map(str, pixels.shape))
+        return _hash(model, b"pixels", self.mode.encode(), shape.encode(), pixels.data)
+
+
+def encoded_hash(model: str, data: bytes) -> str:
+    """`Source.mm_hash` of encoded bytes, whatever they are."""
+    return _hash(model, b"image", data)
+
+
+def _hash(model: str, *fields: bytes | memoryview) -> str:
+    digest = hashlib.sha256()
+    for field in (b"mm_encoder.media.1", model.encode(errors="surrogatepass"), *fields):
+        # Each field is preceded by its length, so that no two lists of fields hash the same bytes.
+        digest.update(memoryview(field).nbytes.to_bytes(8, "little"))
+        digest.update(field)
+    return digest.hexdigest()
 
 
 def check_input(image: object, options: object) -> None:

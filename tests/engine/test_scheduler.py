@@ -315,9 +315,9 @@ def test_a_large_job_is_not_overtaken_by_small_ones() -> None:
 def test_waiting_for_what_is_being_prepared() -> None:
     scheduler = Scheduler(3, 100, replicas=1)
     first, second = enter(scheduler, job()), enter(scheduler, job())
-    assert scheduler.quiet([first, second]) is None
+    assert scheduler.quiet([first.future, second.future]) is None
     worker = take(scheduler)
-    quiet = scheduler.quiet([second, first])
+    quiet = scheduler.quiet([second.future, first.future])
     assert quiet is not None
     first.future.cancel()
     assert not quiet.done()

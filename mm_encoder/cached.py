@@ -1,0 +1,226 @@
+"""What stands before the engine where there is a cache: hits, and one flight for each image.
+
+A caller holds an `Ask`. It is answered from the cache, or joins a flight, or becomes the first ask of a
+flight of its own, whose job goes through the engine. A flight takes off, so that others can join it, when its
+job is about to be decoded: it then has its room, and the key is that of the very snapshot that is decoded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from .cache.entry import Entry
+from .cache.inflight import Flight, Flights
+from .cache.tiered import Cache
+from .contract import ImageResult
+from .device import Transfers
+from .engine.admission import arrival
+from .engine.deadlines import Deadlines
+from .engine.engine import Engine
+from .engine.job import Job, Joined, Promise, again
+from .errors import PlanMismatchError
+
+Identify = Callable[[Job], str]
+"""The `mm_hash` of a job's image; may raise."""
+
+
+@dataclass(eq=False, slots=True)
+class Ask(Promise):
+    """What one caller waits for."""
+
+    expected: int | None = None
+    flight: Flight[Ask] | None = None
+    running: bool = False
+    """Whether its flight's job is running, by which it was started."""
+
+    def begin(self) -> None:
+        """The job runs: no cancelling, no deadline any more."""
+        self.running = self.start()
+
+    def answer(self, result: ImageResult) -> None:
+        """Give it its result, unless it has an outcome already."""
+        if not self.running and not self.start():
+            return
+        rows = result.metadata.length
+        if self.expected is None or self.expected == rows:
+            self.succeed(result)
+        else:
+            self.fail(PlanMismatchError(f"expected {self.expected} tokens, but this image makes {rows}"))
+
+    def refuse(self, error: BaseException) -> None:
+        """Give it its error, unless it has an outcome already."""
+        if self.running or self.start():
+            self.fail(error)
+
+
+class Front:
+    """Which flights there are, and what becomes of their asks. Knows no engine: its callbacks live in futures
+    and threads, which must not keep an encoder alive.
+
+    results: as in CacheConfig. lookups: threads that look up for event loops.
+    """
+
+    def __init__(self, cache: Cache, transfers: Transfers, results: str, lookups: int) -> None:
+        self.cache, self._transfers, self._results = cache, transfers, results
+        self.lookups = ThreadPoolExecutor(lookups, "mm-encoder-lookup")
+        self._flights: Flights[Ask] = Flights()
+
+    def close(self) -> None:
+        """Close the cache; flights have landed by then."""
+        self.lookups.shutdown()
+        self.cache.close()
+
+    def find(self, ask: Ask, mm_hash: str, job: Job) -> bool:
+        """Answer `ask` from the cache, or have it join a flight; whether either was possible."""
+        key = self.cache.keys.key(mm_hash, job.options)
+        entry = self.cache.get(key)
+        if entry is not None:
+            ask.answer(self._result(entry, job))
+            return True
+        flight = self._flights.join(key, ask)
+        if flight is None:
+            return False
+        self.cache.count("joined")
+        self._seat(ask, flight)
+        return True
+
+    def board(self, ask: Ask, job: Job) -> None:
+        """A flight of its own for `ask`, which waits on the ground for the job to get its room."""
+        flight = job.flight = Flight(ask, job.future.cancel)
+        job.at_start = flight.begin
+        job.future.add_done_callback(partial(self._landed, flight))
+        self._seat(ask, flight)
+
+    def take_off(self, job: Job) -> bool:
+        """Whether `job`, whose `mm_hash` is known, is to be encoded. If its result came to memory, or another
+        flight took off for it, its asks get that, and it is over.
+        """
+        flight: Flight[Ask] = job.flight
+        key = self.cache.keys.key(job.mm_hash, job.options)
+        while True:
+            if self._flights.take_off(key, flight):
+                # Results are kept before flights end, so what ended before this one began is there.
+                entry = self.cache.memory(key)
+                if entry is None:
+                    flight.tag = job.mm_hash, job.options, job.consumer
+                    self.cache.count("misses")
+                    return True
+                self.cache.count("memory_hits")
+                for ask in self._flights.end(flight):
+                    ask.answer(self._result(entry, job))
+                break
+            asks = flight.asks()
+            other = self._flights.join(key, *asks)
+            if other is not None:
+                self.cache.count("joined")
+                flight.land()
+                for ask in asks:
+                    self._seat(ask, other)
+                break
+        job.drop(Joined())
+        return False
+
+    def _seat(self, ask: Ask, flight: Flight[Ask]) -> None:
+        ask.flight = flight
+        if ask.future.done():  # it came to its end meanwhile, and found no flight to leave
+            flight.leave(ask)
+
+    def _landed(self, flight: Flight[Ask], future: Future[ImageResult]) -> None:
+        if future.cancelled():
+            for ask in self._flights.end(flight):
+                ask.future.cancel()
+            return
+        error = future.exception()
+        if error is None:
+            result = future.result()
+            self._keep(flight, result)
+            for ask in self._flights.end(flight):
+                ask.answer(result)
+        else:
+            for ask in self._flights.end(flight):
+                ask.refuse(again(error))
+
+    def _keep(self, flight: Flight[Ask], result: ImageResult) -> None:
+        mm_hash, options, consumer = flight.tag
+        rows, metadata = result
+        if self.cache.keys.key(mm_hash, options) != flight.key:
+            return  # the weights were changed meanwhile
+        if rows.device.type == "cpu":
+            self.cache.put(flight.key, rows, metadata)
+        else:
+            download = partial(self._transfers.download, rows, consumer)
+            self.cache.put_behind(flight.key, download, metadata, rows.nbytes)
+
+    def _result(self, entry: Entry, job: Job) -> ImageResult:
+        rows, metadata = entry
+        if self._results == "device":
+            return self._transfers.upload(ImageResult(rows, metadata), job.consumer)
+        return ImageResult(rows, metadata)
+
+
+class CachedEngine:
+    """Admits jobs as the engine does, but asks the cache first."""
+
+    def __init__(self, engine: Engine, front: Front, identify: Identify) -> None:
+        self._engine, self._front, self._identify = engine, front, identify
+
+    def admit(self, job: Job, timeout: float | None) -> Future[ImageResult]:
+        """A future for `job`'s image. Waits for room if it has to be encoded; raises as `admission.admit`."""
+        ask = self._ask(job)
+        if not self._look_up(ask, job):
+            self._front.board(ask, job)
+            self._engine.admit(job, timeout)
+        return ask.future
+
+    async def admit_async(self, job: Job, timeout: float | None) -> Future[ImageResult]:
+        """The same on the running loop; hashing and reading are done in threads for lookups."""
+        ask = self._ask(job)
+        try:
+            looking = self._front.lookups.submit(self._look_up, ask, job)
+            await arrival(looking)
+            found = looking.result()
+        except BaseException:
+            ask.future.cancel()
+            raise
+        if not found:
+            self._front.board(ask, job)
+            await self._engine.admit_async(job, timeout)
+        return ask.future
+
+    def _ask(self, job: Job) -> Ask:
+        deadlines = self._engine.scheduler.deadlines
+        ask = Ask(deadline=job.deadline, expected=job.expected)
+        job.deadline = None
+        ask.at_end = partial(_ended, deadlines)
+        ask.future.add_done_callback(partial(_cancelled, weakref.ref(ask), deadlines))
+        deadlines.watch(ask)
+        return ask
+
+    def _look_up(self, ask: Ask, job: Job) -> bool:
+        """Whether `ask` needs no job: it was found, is under way, or is at fault."""
+        try:
+            mm_hash = self._identify(job)
+            found = self._front.find(ask, mm_hash, job)
+        except Exception as error:
+            ask.drop(error)
+            return True
+        if type(job.image) is bytes:
+            job.mm_hash = mm_hash  # anything else may be another when it is opened for good
+        return found or ask.future.done()
+
+
+def _ended(deadlines: Deadlines, ask: Ask, error: BaseException | None) -> None:
+    deadlines.forget(ask)
+    if ask.flight is not None:
+        ask.flight.leave(ask)
+
+
+def _cancelled(watch: weakref.ref[Ask], deadlines: Deadlines, future: Future[ImageResult]) -> None:
+    ask = watch()
+    if ask is not None and future.cancelled():
+        _ended(deadlines, ask, None)
+        ask.tell_cancelled()

@@ -1,0 +1,114 @@
+"""Flights: who waits for what."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mm_encoder.cache.inflight import Flight, Flights
+
+pytestmark = pytest.mark.threads
+
+
+class Waiting:
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+
+def flight(*asks: Waiting) -> tuple[Flight[Waiting], list[str]]:
+    cancelled: list[str] = []
+    made = Flight(asks[0], lambda: cancelled.append("cancelled"))
+    for ask in asks[1:]:
+        assert made.join(ask)
+    return made, cancelled
+
+
+def test_work_is_cancelled_when_the_last_has_gone() -> None:
+    first, second = Waiting(), Waiting()
+    made, cancelled = flight(first, second)
+    made.leave(first)
+    made.leave(first)
+    assert cancelled == []
+    made.leave(second)
+    assert cancelled == ["cancelled"]
+    assert not made.join(Waiting())
+    assert made.land() == []
+
+
+def test_landing_gives_those_who_are_left() -> None:
+    first, second = Waiting(), Waiting()
+    made, cancelled = flight(first, second)
+    made.leave(first)
+    assert made.land() == [second]
+    made.leave(second)
+    assert cancelled == []
+    assert not made.join(first)
+
+
+def test_who_joins_work_that_runs_is_told_so() -> None:
+    first, late = Waiting(), Waiting()
+    made, _ = flight(first)
+    made.begin()
+    made.join(late)
+    assert (first.begun, late.begun) == (1, 1)
+
+
+def test_one_flight_a_key() -> None:
+    flights: Flights[Waiting] = Flights()
+    first, second, third = Waiting(), Waiting(), Waiting()
+    made, other = flight(first)[0], flight(second)[0]
+    assert flights.join(b"key", third) is None
+    assert flights.take_off(b"key", made)
+    assert not flights.take_off(b"key", other)
+    assert flights.take_off(b"another", other)
+    assert flights.join(b"key", third) is made
+    assert flights.end(made) == [first, third]
+    assert flights.join(b"key", third) is None
+    assert len(flights) == 1
+
+
+def test_a_flight_that_was_given_up_is_replaced_and_does_not_end_its_successor() -> None:
+    flights: Flights[Waiting] = Flights()
+    first, second = Waiting(), Waiting()
+    given_up, fresh = flight(first)[0], flight(second)[0]
+    flights.take_off(b"key", given_up)
+    given_up.leave(first)
+    assert flights.join(b"key", Waiting()) is None
+    assert flights.take_off(b"key", fresh)
+    assert flights.end(given_up) == []
+    assert flights.end(fresh) == [second]
+    assert len(flights) == 0
+
+
+def test_whoever_joins_is_given_the_result_or_told_that_it_is_too_late() -> None:
+    for _ in range(300):
+        flights: Flights[Waiting] = Flights()
+        made = flight(Waiting())[0]
+        flights.take_off(b"key", made)
+        asks = [Waiting() for _ in range(4)]
+        barrier = threading.Barrier(5)
+        joined: list[Waiting] = []
+        landed: list[Waiting] = []
+
+        def join(
+            ask: Waiting,
+            flights: Flights[Waiting] = flights,
+            barrier: threading.Barrier = barrier,
+            joined: list[Waiting] = joined,
+        ) -> None:
+            barrier.wait()
+            if flights.join(b"key", ask):
+                joined.append(ask)
+
+        threads = [threading.Thread(target=join, args=(ask,)) for ask in asks]
+        for thread in threads:
+            thread.start()
+        barrier.wait()
+        landed += flights.end(made)
+        for thread in threads:
+            thread.join()
+        assert set(map(id, joined)) == set(map(id, landed[1:]))

@@ -1,0 +1,242 @@
+"""Identity: every field counts, and nothing else does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from mm_encoder import ImageOptions, MediaLimits
+from mm_encoder.cache.key import Keys, digest
+from mm_encoder.engine.job import Job
+from mm_encoder.families.registry import load_family
+from mm_encoder.families.weights import Checkpoint
+from mm_encoder.steps import identify, identity
+
+from ..conftest import GOLDEN
+from ..helpers import case
+
+CHECKPOINT = GOLDEN / "glm53" / "checkpoint"
+CPU = torch.device("cpu")
+IDENTITY = {
+    "family": "glm53",
+    "preprocessing": '{"patch_size": 14}',
+    "weights": "ab" * 32,
+    "dtype": "torch.bfloat16",
+    "device": "NVIDIA H200",
+}
+
+
+def key(identity: dict[str, str] = IDENTITY, content: str = "cd" * 32, **options: bool) -> bytes:
+    return Keys(identity).key(content, ImageOptions(**options))
+
+
+def test_a_key_is_32_bytes_and_the_same_for_the_same() -> None:
+    assert len(key()) == 32
+    assert key() == key(dict(reversed(IDENTITY.items())))
+    assert Keys(IDENTITY).key("x", None) == Keys(IDENTITY).key("x", ImageOptions())
+
+
+@pytest.mark.parametrize("name", IDENTITY)
+def test_every_field_of_identity_counts(name: str) -> None:
+    assert key(IDENTITY | {name: IDENTITY[name] + " "}) != key()
+    assert key({n: v for n, v in IDENTITY.items() if n != name}) != key()
+
+
+def test_content_and_options_count() -> None:
+    assert key(content="cd" * 31 + "ce") != key()
+    assert key(exif_orientation=False) != key()
+
+
+def test_fields_are_framed() -> None:
+    """No text can run over from one field into the next."""
+    assert digest([("a", "bc")]) != digest([("ab", "c")])
+    assert digest([("a", ""), ("b", "")]) != digest([("a", "b"), ("", "")])
+    assert digest([("a", "b")]) != digest([("a", "b"), ("", "")])
+
+
+def test_an_epoch_is_like_no_other() -> None:
+    keys, others = Keys(IDENTITY), Keys(IDENTITY)
+    seen = {keys.key("x", None)}
+    for one in (keys, others, keys):
+        one.bump()
+        seen.add(one.key("x", None))
+    assert len(seen) == 4
+
+
+def test_what_is_printed_is_what_the_key_covers() -> None:
+    fields = Keys(IDENTITY).fields("cd" * 32, ImageOptions(exif_orientation=False))
+    assert fields | IDENTITY == fields
+    assert fields["content"] == "cd" * 32
+    assert fields["exif_orientation"] == "False"
+
+
+def test_neither_process_nor_hash_seed_matters() -> None:
+    program = (
+        "import sys, torch\n"
+        "from mm_encoder.cache.key import Keys\n"
+        "from mm_encoder.families.registry import load_family\n"
+        "from mm_encoder.steps import identity\n"
+        "_, family = load_family(sys.argv[1], None)\n"
+        "print(Keys(identity(family, torch.device('cpu'), torch.float32)).key('x', None).hex())\n"
+    )
+    _, family = load_family(CHECKPOINT, None)
+    here = Keys(identity(family, CPU, torch.float32)).key("x", None).hex()
+    for seed in ("0", "1", "4242"):
+        run = subprocess.run(
+            [sys.executable, "-c", program, str(CHECKPOINT)],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert run.stdout.strip() == here
+
+
+# --- an encoder's identity ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint"))
+
+
+def identity_of(checkpoint: Path, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    _, family = load_family(checkpoint, None)
+    return identity(family, CPU, dtype)
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as shard:
+            found |= {name: shard.get_tensor(name) for name in shard.keys()}
+    return found
+
+
+def rewritten(checkpoint: Path, values: dict[str, torch.Tensor], shards: int = 1) -> None:
+    """Write the weights anew, in so many files."""
+    for path in checkpoint.glob("*.safetensors*"):
+        path.unlink()
+    names = list(values)
+    weight_map: dict[str, str] = {}
+    for index in range(shards):
+        file = f"part-{index}.safetensors"
+        part = {name: values[name].contiguous() for name in names[index::shards]}
+        save_file(part, checkpoint / file)
+        weight_map |= dict.fromkeys(part, file)
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def edited(path: Path, change: Any) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def test_the_weights_digest_does_not_depend_on_the_shards(checkpoint: Path) -> None:
+    before = identity_of(checkpoint)["weights"]
+    for shards in (1, 2, 5):
+        rewritten(checkpoint, tensors(checkpoint), shards)
+        assert identity_of(checkpoint)["weights"] == before
+
+
+@pytest.mark.parametrize("change", ["a bit", "a shape", "a name", "a dtype", "one less"])
+def test_every_property_of_a_vision_tensor_counts(checkpoint: Path, change: str) -> None:
+    opened = Checkpoint(checkpoint)
+    _, family = load_family(checkpoint, None)
+    before = opened.digest(family.scopes)
+    values = tensors(checkpoint)
+    name = next(name for name in values if name.endswith("proj.weight") and values[name].ndim == 2)
+    value = values[name]
+    if change == "a bit":
+        bits = value.clone()
+        bits.view(torch.uint8)[0, 0] ^= 1
+        values[name] = bits
+    elif change == "a shape":
+        values[name] = value.reshape(1, *value.shape)
+    elif change == "a name":
+        values[name + "x"] = values.pop(name)
+    elif change == "a dtype":
+        values[name] = value.view(torch.int16) if value.element_size() == 2 else value.view(torch.int32)
+    else:
+        del values[name]
+    rewritten(checkpoint, values)
+    assert Checkpoint(checkpoint).digest(family.scopes) != before
+
+
+def test_other_tensors_do_not_count(checkpoint: Path) -> None:
+    before = identity_of(checkpoint)["weights"]
+    rewritten(checkpoint, tensors(checkpoint) | {"model.language_model.norm.weight": torch.ones(3)})
+    assert identity_of(checkpoint)["weights"] == before
+
+
+def test_settings_dtype_and_torchs_precision_count(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = identity_of(checkpoint)
+    assert identity_of(checkpoint, torch.bfloat16) != before
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        assert identity_of(checkpoint) != before
+    for name in ("torch", "pillow", "simplejpeg"):
+        assert before[name]
+    edited(checkpoint / "config.json", lambda c: c["vision_config"].update(rms_norm_eps=2e-5))
+    other = identity_of(checkpoint)
+    assert other != before
+    edited(
+        checkpoint / "processor_config.json",
+        lambda c: c["image_processor"].update(image_mean=[0.5, 0.5, 0.5]),
+    )
+    assert identity_of(checkpoint)["preprocessing"] != other["preprocessing"]
+
+
+# --- content -----------------------------------------------------------------------------------------
+
+
+def content(image: Any, model: str = "m") -> str:
+    _, family = load_family(CHECKPOINT, None)
+    return identify(family, MediaLimits(), model)(Job(image))
+
+
+def test_content_is_the_bytes_whatever_carries_them(tmp_path: Path) -> None:
+    data = case("D06_good.jpg")
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    assert content(data) == content(bytearray(data)) == content(path) == content(memoryview(data))
+    assert content(data) != content(data + b"\0")
+    assert content(data) != content(data, "another")
+
+
+def alike() -> list[Any]:
+    """D14: pictures that are alike in one respect and differ in another."""
+    square = np.arange(36, dtype=np.uint8).reshape(6, 6)
+    same_bytes = [square, square.reshape(4, 9), square.reshape(9, 4), square.reshape(4, 3, 3)]
+    grey, index = Image.fromarray(square), Image.fromarray(square)
+    index.putpalette([*range(256)] * 3)
+    files = [case(f"D14_{name}.png") for name in ("palette_a", "palette_b", "gray_same_indices")]
+    shapes = [case(f"D14_shape_{name}.png") for name in ("150x30", "30x150", "90x50")]
+    return [*same_bytes, square.reshape(3, 4, 3), grey, index, *files, *shapes, case("D14_same_pixels.bmp")]
+
+
+def test_pictures_that_are_alike_in_one_respect_have_keys_of_their_own() -> None:
+    images = alike()
+    assert len({content(image) for image in images}) == len(images)
+
+
+def test_control_a_hash_of_the_pixels_alone_confuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pixels_alone(model: str, *fields: Any) -> str:
+        return hashlib.sha256(fields[-1]).hexdigest()
+
+    monkeypatch.setattr("mm_encoder.media.source._hash", pixels_alone)
+    images = alike()
+    assert len({content(image) for image in images}) < len(images)

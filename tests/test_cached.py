@@ -1,0 +1,600 @@
+"""An encoder with a cache: hits, flights, what is kept and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mm_encoder import (
+    CacheConfig,
+    CacheError,
+    CacheLockedError,
+    CacheStats,
+    DeadlineExceededError,
+    Encoder,
+    EncoderBusyError,
+    EncoderClosedError,
+    ImageOptions,
+    ImageResult,
+    MediaDecodeError,
+    MediaError,
+    MediaLimits,
+    MediaTooLargeError,
+    PlanMismatchError,
+    ReplicaError,
+)
+from mm_encoder.cache.memory import live_cpu_bytes_process
+from mm_encoder.families.glm53 import Glm53, GlmTower
+
+from .helpers import until
+
+pytestmark = pytest.mark.threads
+
+MIB = 1024**2
+Make = Callable[..., Encoder]
+
+
+def png(seed: int = 0, width: int = 30, height: int = 30) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Work:
+    """Counts decodes and tower runs, and holds the tower until opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.decoded = self.run = 0
+        self.arrived, self.opened = threading.Semaphore(0), threading.Event()
+        self.opened.set()
+        self.failing: list[BaseException] = []
+        patches, forward = Glm53.patches, GlmTower.forward
+
+        def counted_patches(*arguments: Any) -> Any:
+            self.decoded += 1
+            return patches(*arguments)
+
+        def counted_forward(*arguments: Any) -> torch.Tensor:
+            self.run += 1
+            self.arrived.release()
+            assert self.opened.wait(30)
+            if self.failing:
+                raise self.failing.pop()
+            return forward(*arguments)
+
+        monkeypatch.setattr(Glm53, "patches", counted_patches)
+        monkeypatch.setattr(GlmTower, "forward", counted_forward)
+
+    def hold(self) -> None:
+        self.opened.clear()
+
+    def wait(self) -> None:
+        assert self.arrived.acquire(timeout=30)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    work = Work(monkeypatch)
+    yield work
+    work.opened.set()
+
+
+@pytest.fixture
+def make(glm53_checkpoint: Path) -> Iterator[Make]:
+    """Makes encoders with a cache; arguments of Encoder and of CacheConfig together."""
+    made: list[Encoder] = []
+
+    def encoder(checkpoint: Path = glm53_checkpoint, **arguments: Any) -> Encoder:
+        names = CacheConfig.__dataclass_fields__
+        config = {name: arguments.pop(name) for name in list(arguments) if name in names}
+        config = {"memory_bytes": 64 * MIB, "max_entry_bytes": MIB} | config
+        made.append(Encoder(checkpoint, device="cpu", cache=CacheConfig(**config), **arguments))
+        return made[-1]
+
+    yield encoder
+    for one in made:
+        one.close()
+
+
+def on_disk(path: Path) -> dict[str, Any]:
+    return {"disk_path": path, "disk_bytes": 64 * MIB}
+
+
+def nothing_left(encoder: Encoder) -> None:
+    """No image under way, no room in use, no flight."""
+    until(lambda: encoder.stats().in_flight == 0)
+    health = encoder.health()
+    assert (health.queue_length, health.queue_bytes, health.waiting) == (0, 0, 0)
+    assert encoder._front is not None
+    assert len(encoder._front._flights) == 0
+
+
+# --- hits --------------------------------------------------------------------------------------------
+
+
+def test_a_picture_is_encoded_once(make: Make, work: Work, encoder: Encoder) -> None:
+    plain = encoder.generate(png())[0]
+    work.run = 0
+    cached = make()
+    miss, hit = cached.generate(png())[0], cached.generate(png())[0]
+    assert work.run == 1
+    assert torch.equal(miss.tensor, plain.tensor)
+    assert hit.tensor is miss.tensor
+    assert (miss.metadata.cache, hit.metadata.cache) == ("miss", "memory")
+    assert plain.metadata.cache is None
+    for one in (miss, hit):
+        assert one.metadata.mm_hash == plain.metadata.mm_hash
+        assert one.metadata.grid_thws == plain.metadata.grid_thws
+    stats = cached.cache_stats()
+    assert (stats.memory_hits, stats.misses, stats.joined, stats.disk_hits) == (1, 1, 0, 0)
+    assert encoder.cache_stats() == CacheStats()
+
+
+def test_every_way_of_asking_hits(make: Make, work: Work) -> None:
+    encoder = make()
+    first = encoder.generate(png())[0].tensor
+    assert encoder.submit(png()).result(timeout=30).tensor is first
+    assert encoder.encode_image(png())["embeddings"] is first
+    assert asyncio.run(encoder.generate_async([png()]))[0].tensor is first
+    assert asyncio.run(encoder.encode_image_async(png()))["embeddings"] is first
+    assert work.run == 1
+
+
+def test_every_kind_of_source_is_known_by_its_content(make: Make, work: Work, tmp_path: Path) -> None:
+    encoder, data = make(), png()
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    array = np.asarray(Image.open(io.BytesIO(data)))
+    for image in (data, bytearray(data), memoryview(data), path, array, array.copy()):
+        encoder.generate(image)
+    assert work.run == 2  # the file's bytes, and the array's pixels
+    path.write_bytes(png(1))
+    array = array.copy()
+    array[0, 0] ^= 1
+    encoder.generate([path, array])
+    assert work.run == 4
+
+
+def test_options_dtype_and_limits_are_not_mixed_up(make: Make, work: Work, tmp_path: Path) -> None:
+    encoder = make(**on_disk(tmp_path / "cache"))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(png(0, 40, 90))).save(buffer, "PNG", exif=exif)
+    shown = encoder.generate(buffer.getvalue())[0]
+    stored = encoder.generate(buffer.getvalue(), image_options=ImageOptions(exif_orientation=False))[0]
+    assert shown.metadata.original_size == (90, 40)
+    assert stored.metadata.original_size == (40, 90)
+    assert stored.metadata.cache == "miss"
+    encoder.close()
+    half = make(dtype=torch.bfloat16, **on_disk(tmp_path / "cache"))
+    assert half.generate(buffer.getvalue())[0].metadata.cache == "miss"
+    half.close()
+    small = make(limits=MediaLimits(max_bytes=10), **on_disk(tmp_path / "cache"))
+    with pytest.raises(MediaTooLargeError):
+        small.generate(buffer.getvalue())
+
+
+def test_expected_tokens_are_held_to_hits_and_followers_too(make: Make, work: Work) -> None:
+    encoder = make()
+    rows = encoder.generate(png())[0].metadata.length
+    assert encoder.generate(png(), expected_tokens=[rows])
+    with pytest.raises(PlanMismatchError, match=f"expected 99 tokens, but this image makes {rows}"):
+        encoder.generate(png(), expected_tokens=[99])
+    work.hold()
+    leader = encoder.submit(png(1))
+    work.wait()
+    right, wrong = encoder.submit(png(1), expected_tokens=rows), encoder.submit(png(1), expected_tokens=99)
+    work.opened.set()
+    assert right.result(timeout=30).tensor is leader.result(timeout=30).tensor
+    assert isinstance(wrong.exception(timeout=30), PlanMismatchError)
+    assert work.run == 2
+
+
+def test_results_survive_the_process_in_spirit(make: Make, work: Work, tmp_path: Path) -> None:
+    first = make(**on_disk(tmp_path / "cache"))
+    rows = [first.generate(png(seed))[0].tensor for seed in range(5)]
+    first.close()
+    second = make(**on_disk(tmp_path / "cache"))
+    results = second.generate([png(seed) for seed in range(5)])
+    assert work.run == 5
+    for result, row in zip(results, rows, strict=True):
+        assert torch.equal(result.tensor, row)
+        assert result.metadata.cache == "disk"
+    assert second.generate(png(0))[0].metadata.cache == "memory"
+    stats = second.cache_stats()
+    assert (stats.disk_hits, stats.memory_hits, stats.misses) == (5, 1, 0)
+
+
+def test_other_weights_are_another_identity(
+    make: Make, work: Work, tmp_path: Path, glm53_checkpoint: Path
+) -> None:
+    import shutil
+
+    from .cache.test_key import rewritten, tensors
+
+    other = Path(shutil.copytree(glm53_checkpoint, tmp_path / "checkpoint"))
+    make(**on_disk(tmp_path / "cache")).generate(png())
+    make_closed = make(other, model="checkpoint", disk_path=tmp_path / "b", disk_bytes=64 * MIB)
+    make_closed.close()
+    values = tensors(other)
+    name = next(name for name in values if values[name].ndim == 2)
+    values[name] = values[name].clone()
+    values[name].view(torch.uint8)[0, 0] ^= 1
+    rewritten(other, values)
+    for encoder in (make(other, model="checkpoint", disk_path=tmp_path / "b", disk_bytes=64 * MIB),):
+        assert encoder.generate(png())[0].metadata.cache == "miss"
+    assert work.run == 2
+
+
+def test_a_bumped_epoch_serves_nothing_older(make: Make, work: Work, tmp_path: Path) -> None:
+    encoder = make(**on_disk(tmp_path / "cache"))
+    encoder.generate(png())
+    work.hold()
+    under_way = encoder.submit(png(1))
+    work.wait()
+    work.wait()
+    encoder.bump_weights()
+    work.opened.set()
+    assert under_way.result(timeout=30)
+    assert [r.metadata.cache for r in encoder.generate([png(), png(1)])] == ["miss", "miss"]
+    assert [r.metadata.cache for r in encoder.generate([png(), png(1)])] == ["memory", "memory"]
+    encoder.close()
+    again = make(**on_disk(tmp_path / "cache"))
+    # The first epoch's is there, as the checkpoint is the same; what was under way was not kept for it.
+    assert [r.metadata.cache for r in again.generate([png(), png(1)])] == ["disk", "miss"]
+
+
+# --- flights -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["submit", "generate", "tasks"])
+def test_64_callers_of_one_image_make_one_decode_and_one_run(make: Make, work: Work, way: str) -> None:
+    encoder = make(replicas_per_gpu=2, preprocess_workers=2)
+    work.hold()
+    results: list[ImageResult] = []
+
+    def ask() -> None:
+        results.append(encoder.submit(png()).result(timeout=60))
+
+    def generate() -> None:
+        results.extend(encoder.generate(png()))
+
+    async def tasks() -> None:
+        for one in await asyncio.gather(*(encoder.generate_async(png()) for _ in range(64))):
+            results.extend(one)
+
+    calls = [lambda: asyncio.run(tasks())] if way == "tasks" else [ask if way == "submit" else generate] * 64
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    work.wait()
+    threads[-1].join(0.1)
+    work.opened.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(results) == 64
+    assert (work.decoded, work.run) == (1, 1)
+    assert len({result.tensor.data_ptr() for result in results}) == 1
+    stats = encoder.cache_stats()
+    assert stats.misses == 1
+    assert stats.joined + stats.memory_hits == 63
+    nothing_left(encoder)
+
+
+def test_when_the_first_cancels_the_others_get_their_rows(make: Make, work: Work) -> None:
+    encoder = make(queue_depth=8)
+    work.hold()
+    blocker = encoder.submit(png(9))
+    work.wait()
+    leader = encoder.submit(png())
+    until(lambda: encoder.cache_stats().misses == 2)
+    followers = [encoder.submit(png()) for _ in range(3)]
+    assert leader.cancel()
+    assert followers[0].cancel()
+    work.opened.set()
+    assert followers[1].result(timeout=30).tensor is followers[2].result(timeout=30).tensor
+    assert blocker.result(timeout=30)
+    assert work.run == 2
+    nothing_left(encoder)
+
+
+def test_when_all_have_cancelled_the_work_is_not_done(make: Make, work: Work) -> None:
+    encoder = make(queue_depth=8)
+    work.hold()
+    blocker = encoder.submit(png(9))
+    work.wait()
+    asks = [encoder.submit(png()) for _ in range(4)]
+    until(lambda: encoder.cache_stats().misses == 2)
+    assert all(ask.cancel() for ask in asks)
+    nothing = encoder.health()
+    work.opened.set()
+    assert blocker.result(timeout=30)
+    assert nothing.queue_length == 0
+    encoder.generate(png(9))
+    assert work.run == 1
+    assert encoder.generate(png())[0].metadata.cache == "miss"
+    nothing_left(encoder)
+
+
+def test_who_waits_for_running_work_cannot_cancel_it(make: Make, work: Work) -> None:
+    encoder = make()
+    work.hold()
+    leader = encoder.submit(png())
+    work.wait()
+    follower = encoder.submit(png(), deadline=time.monotonic() + 0.05)
+    assert not leader.cancel()
+    assert not follower.cancel()
+    threading.Event().wait(0.1)
+    work.opened.set()
+    assert leader.result(timeout=30).tensor is follower.result(timeout=30).tensor
+
+
+def test_a_fault_reaches_everyone_and_is_not_kept(make: Make, work: Work, tmp_path: Path) -> None:
+    encoder = make(**on_disk(tmp_path / "cache"))
+    work.hold()
+    asks = [encoder.submit(png())]
+    work.wait()
+    asks += [encoder.submit(png()) for _ in range(5)]
+    work.failing.append(ValueError("odd"))
+    work.opened.set()
+    errors = [ask.exception(timeout=30) for ask in asks]
+    assert all(isinstance(error, ReplicaError) for error in errors)
+    assert len(set(map(id, errors))) == 6
+    assert encoder.generate(png())[0].metadata.cache == "miss"
+    nothing_left(encoder)
+
+
+def test_bad_media_fails_each_time_and_is_not_kept(make: Make, work: Work) -> None:
+    encoder, cut = make(), png()[:-20]
+    for _ in range(2):
+        with pytest.raises(MediaDecodeError, match=r"^images\[1\]: "):
+            encoder.generate([png(), cut])
+        assert isinstance(encoder.submit(b"nothing").exception(timeout=30), MediaDecodeError)
+        with pytest.raises(MediaError):
+            asyncio.run(encoder.generate_async(cut))
+    assert encoder.cache_stats().memory_entries == 1
+    assert encoder.cache_stats().errors == 0
+    nothing_left(encoder)
+
+
+def test_a_deadline_is_each_callers_own(make: Make, work: Work) -> None:
+    encoder = make(queue_depth=8)
+    work.hold()
+    blocker = encoder.submit(png(9))
+    work.wait()
+    late = encoder.submit(png(), deadline=time.monotonic() + 0.1)
+    until(lambda: encoder.cache_stats().misses == 2)
+    patient = encoder.submit(png())
+    assert isinstance(late.exception(timeout=30), DeadlineExceededError)
+    assert not patient.done()
+    work.opened.set()
+    assert patient.result(timeout=30)
+    assert blocker.result(timeout=30)
+    assert isinstance(encoder.submit(png(), deadline=1e-9).exception(timeout=0), DeadlineExceededError)
+    nothing_left(encoder)
+
+
+def test_hits_pass_a_full_queue(make: Make, work: Work) -> None:
+    encoder = make(queue_depth=1)
+    encoder.generate(png())
+    work.hold()
+    running = encoder.submit(png(1))
+    work.wait()
+    work.wait()
+    waiting = encoder.submit(png(2))
+    with pytest.raises(EncoderBusyError):
+        encoder.submit(png(3), timeout=0)
+    assert encoder.submit(png(), timeout=0).result(timeout=0).metadata.cache == "memory"
+    follower = encoder.submit(png(1), timeout=0)
+    assert asyncio.run(encoder.generate_async(png(), timeout=0))[0].metadata.cache == "memory"
+    work.opened.set()
+    for future in (running, waiting, follower):
+        assert future.result(timeout=30)
+    nothing_left(encoder)
+
+
+def test_a_leader_that_is_refused_takes_nobody_with_it(make: Make, work: Work) -> None:
+    encoder = make(queue_depth=1)
+    work.hold()
+    running = encoder.submit(png(1))
+    work.wait()
+    waiting = encoder.submit(png(2))
+    patient: list[Future[ImageResult]] = []
+    caller = threading.Thread(target=lambda: patient.append(encoder.submit(png())))
+    caller.start()
+    until(lambda: encoder.health().waiting == 1)
+    for _ in range(3):
+        with pytest.raises(EncoderBusyError):
+            encoder.submit(png(), timeout=0.01)
+    work.opened.set()
+    caller.join(30)
+    assert patient[0].result(timeout=30)
+    assert running.result(timeout=30)
+    assert waiting.result(timeout=30)
+    nothing_left(encoder)
+
+
+def test_a_cancelled_task_leaves_the_others_alone(make: Make, work: Work) -> None:
+    encoder = make(queue_depth=8)
+    work.hold()
+
+    async def main() -> list[ImageResult]:
+        tasks = [asyncio.create_task(encoder.generate_async(png())) for _ in range(6)]
+        while encoder.stats().requests == 0:
+            await asyncio.sleep(0.001)
+        tasks[0].cancel()
+        tasks[3].cancel()
+        await asyncio.sleep(0.01)
+        work.opened.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        cancelled = [isinstance(outcome, asyncio.CancelledError) for outcome in outcomes]
+        assert cancelled == [True, False, False, True, False, False]
+        return [outcome[0] for outcome in outcomes if isinstance(outcome, list)]
+
+    results = asyncio.run(main())
+    assert len({result.tensor.data_ptr() for result in results}) == 1
+    nothing_left(encoder)
+
+
+def test_three_rooms_and_eight_callers_of_five_pictures(make: Make, work: Work) -> None:
+    """D17: what is evicted between having it and using it is still right."""
+    one = make().generate(png())[0].tensor.nbytes
+    encoder = make(memory_bytes=3 * one, replicas_per_gpu=2)
+    pictures = [png(seed) for seed in range(5)]
+    wanted = [result.tensor.clone() for result in make().generate(pictures)]
+    wrong: list[int] = []
+
+    def caller() -> None:
+        for _ in range(5):
+            order = [0, 1, 2, 3, 4, 0]
+            results = encoder.generate([pictures[index] for index in order])
+            wrong.extend(
+                i for i, r in zip(order, results, strict=True) if not torch.equal(r.tensor, wanted[i])
+            )
+
+    threads = [threading.Thread(target=caller) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert wrong == []
+    stats = encoder.cache_stats()
+    assert stats.memory_bytes <= 3 * one
+    assert stats.memory_hits + stats.joined + stats.misses == 8 * 5 * 6
+    nothing_left(encoder)
+
+
+@pytest.mark.parametrize("config", [{"memory_bytes": 0}, {"max_entry_bytes": 1}])
+def test_a_cache_that_keeps_nothing_is_no_fault(make: Make, work: Work, config: dict[str, Any]) -> None:
+    encoder = make(**config)
+    for _ in range(2):
+        assert encoder.generate(png())[0].metadata.cache == "miss"
+    stats = encoder.cache_stats()
+    assert (work.run, stats.memory_entries, stats.misses) == (2, 0, 2)
+    assert stats.bypasses == (2 if config.get("max_entry_bytes") else 0)
+
+
+# --- life --------------------------------------------------------------------------------------------
+
+
+def test_views_outlive_eviction_and_close_and_are_counted(make: Make, work: Work) -> None:
+    gc.collect()
+    before = live_cpu_bytes_process()
+    encoder = make()
+    rows = encoder.generate(png())[0].tensor
+    kept, view = rows.clone(), rows[1:]
+    del rows
+    encoder.close()
+    assert torch.equal(view, kept[1:])
+    assert encoder.cache_stats().live_cpu_bytes_process >= before + kept.nbytes
+    del view
+    gc.collect()
+    until(lambda: encoder.cache_stats().live_cpu_bytes_process == before)
+
+
+def test_closing_writes_what_is_pending_and_frees_the_directory(
+    make: Make, work: Work, tmp_path: Path
+) -> None:
+    encoder = make(**on_disk(tmp_path / "cache"))
+    with pytest.raises(CacheLockedError, match="cache"):
+        make(**on_disk(tmp_path / "cache"))
+    encoder.generate([png(seed) for seed in range(10)])
+    encoder.close()
+    with pytest.raises(EncoderClosedError):
+        encoder.submit(png())
+    again = make(**on_disk(tmp_path / "cache"))
+    assert again.cache_stats().disk_entries == 10
+
+
+@pytest.mark.parametrize("path", ["file", "file/below"])
+def test_a_cache_that_cannot_be_opened_is_said_at_construction(make: Make, tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").write_text("x")
+    before = threading.active_count()
+    with pytest.raises(CacheError, match="file"):
+        make(**on_disk(tmp_path / path))
+    until(lambda: threading.active_count() == before)
+
+
+def test_a_replica_that_fails_to_load_frees_the_directory(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Glm53, "build_tower", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make(**on_disk(tmp_path / "cache"))
+    assert make(**on_disk(tmp_path / "cache")).generate(png())
+
+
+def test_a_dropped_encoder_closes_its_cache(glm53_checkpoint: Path, work: Work, tmp_path: Path) -> None:
+    config = CacheConfig(max_entry_bytes=MIB, **on_disk(tmp_path / "cache"))
+    encoder = Encoder(glm53_checkpoint, device="cpu", cache=config)
+    encoder.generate(png())
+    watch = weakref.ref(encoder)
+    del encoder
+    gc.collect()
+    assert watch() is None
+
+    def free() -> bool:
+        try:
+            Encoder(glm53_checkpoint, device="cpu", cache=config).close()
+        except CacheLockedError:
+            return False
+        return True
+
+    until(free)
+
+
+def test_a_result_is_freed_with_its_last_reference(make: Make, work: Work) -> None:
+    encoder = make(memory_bytes=0)
+    gc.collect()
+    gc.disable()
+    try:
+        future = encoder.submit(png())
+        watch = weakref.ref(future.result(timeout=30).tensor)
+        del future
+        until(lambda: encoder.health().replicas[0].busy_s is None)
+        encoder.generate(png(1))
+        until(lambda: watch() is None)
+    finally:
+        gc.enable()
+
+
+def test_leaving_by_an_exception_cancels_those_who_wait(make: Make, work: Work) -> None:
+    encoder = make(queue_depth=9)
+    work.hold()
+    running = encoder.submit(png(9))
+    work.wait()
+    waiting = [encoder.submit(png(seed)) for seed in (0, 1, 0)]
+    threading.Timer(0.1, work.opened.set).start()
+    with pytest.raises(KeyboardInterrupt), encoder:
+        raise KeyboardInterrupt
+    assert running.result(timeout=0)
+    assert all(future.cancelled() for future in waiting)
+
+
+def test_a_callback_may_close_an_encoder_with_a_cache(make: Make, work: Work) -> None:
+    encoder = make()
+    closed = threading.Event()
+
+    def on_result(_: Future[ImageResult]) -> None:
+        encoder.close()
+        closed.set()
+
+    encoder.submit(png()).add_done_callback(on_result)
+    assert closed.wait(30)
+    encoder.close()
