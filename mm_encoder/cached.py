@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from .cache.entry import Entry
 from .cache.inflight import Flight, Flights
@@ -33,6 +34,8 @@ class Ask(Promise):
     """What one caller waits for."""
 
     expected: int | None = None
+    consumer: Any = None
+    """The stream on which it will read the rows; None on the CPU."""
     flight: Flight[Ask] | None = None
     running: bool = False
     """Whether its flight's job is running, by which it was started."""
@@ -79,7 +82,7 @@ class Front:
         key = self.cache.keys.key(mm_hash, job.options)
         entry = self.cache.get(key)
         if entry is not None:
-            ask.answer(self._result(entry, job))
+            ask.answer(self._result(entry, ask))
             return True
         flight = self._flights.join(key, ask)
         if flight is None:
@@ -111,7 +114,7 @@ class Front:
                     return True
                 self.cache.count("memory_hits")
                 for ask in self._flights.end(flight):
-                    ask.answer(self._result(entry, job))
+                    ask.answer(self._result(entry, ask))
                 break
             asks = flight.asks()
             other = self._flights.join(key, *asks)
@@ -137,8 +140,11 @@ class Front:
         error = future.exception()
         if error is None:
             result = future.result()
+            _, _, first = flight.tag
             self._keep(flight, result)
             for ask in self._flights.end(flight):
+                if result.tensor.device.type != "cpu":
+                    self._transfers.share(result.tensor, first, ask.consumer)
                 ask.answer(result)
         else:
             for ask in self._flights.end(flight):
@@ -152,13 +158,13 @@ class Front:
         if rows.device.type == "cpu":
             self.cache.put(flight.key, rows, metadata)
         else:
-            download = partial(self._transfers.download, rows, consumer)
+            download = partial(self._transfers.download, rows, self._transfers.mark(consumer))
             self.cache.put_behind(flight.key, download, metadata, rows.nbytes)
 
-    def _result(self, entry: Entry, job: Job) -> ImageResult:
+    def _result(self, entry: Entry, ask: Ask) -> ImageResult:
         rows, metadata = entry
         if self._results == "device":
-            return self._transfers.upload(ImageResult(rows, metadata), job.consumer)
+            return self._transfers.upload(ImageResult(rows, metadata), ask.consumer)
         return ImageResult(rows, metadata)
 
 
@@ -180,7 +186,11 @@ class CachedEngine:
         """The same on the running loop; hashing and reading are done in threads for lookups."""
         ask = self._ask(job)
         try:
-            looking = self._front.lookups.submit(self._look_up, ask, job)
+            try:
+                looking = self._front.lookups.submit(self._look_up, ask, job)
+            except RuntimeError:  # its threads have ended, since the encoder was closed meanwhile
+                self._engine.require_usable()
+                raise
             await arrival(looking)
             found = looking.result()
         except BaseException:
@@ -193,7 +203,7 @@ class CachedEngine:
 
     def _ask(self, job: Job) -> Ask:
         deadlines = self._engine.scheduler.deadlines
-        ask = Ask(deadline=job.deadline, expected=job.expected)
+        ask = Ask(job.expected, job.consumer, deadline=job.deadline)
         job.deadline = None
         ask.at_end = partial(_ended, deadlines)
         ask.future.add_done_callback(partial(_cancelled, weakref.ref(ask), deadlines))

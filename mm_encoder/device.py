@@ -163,8 +163,16 @@ class CudaLane:
 class Transfers(Protocol):
     """Rows between the device and a cache on the CPU, beside the lanes; from any thread."""
 
-    def download(self, rows: torch.Tensor, consumer: Any) -> torch.Tensor:
+    def mark(self, consumer: Any) -> Any:
+        """For `download`: the moment, on the stream `consumer`, from which a result that was just handed over
+        to it is there.
+        """
+
+    def download(self, rows: torch.Tensor, since: Any) -> torch.Tensor:
         """A result's rows on the CPU, in a storage of their own. Waits for them."""
+
+    def share(self, rows: torch.Tensor, first: Any, consumer: Any) -> None:
+        """Hand rows that were handed over to the stream `first` over to another as well."""
 
     def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
         """A result on the device, handed over to the stream `consumer` as an encoder's results are."""
@@ -173,35 +181,56 @@ class Transfers(Protocol):
 class CpuTransfers:
     """The CPU: everything is there."""
 
-    def download(self, rows: torch.Tensor, consumer: Any) -> torch.Tensor:
+    def mark(self, consumer: Any) -> Any:
+        return None
+
+    def download(self, rows: torch.Tensor, since: Any) -> torch.Tensor:
         return rows
+
+    def share(self, rows: torch.Tensor, first: Any, consumer: Any) -> None:
+        pass
 
     def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
         return result
 
 
 class CudaTransfers:
-    """One GPU, on a stream that neither the lanes nor the host use."""
+    """One GPU, on streams that neither the lanes nor the host use."""
 
     def __init__(self, device: torch.device, handoff: str) -> None:
         self._device, self._handoff = device, handoff
-        self._stream = torch.cuda.Stream(device=device)
+        # Two: a download may wait for somebody's stream, and no hit of anybody else should wait with it.
+        self._down, self._up = (torch.cuda.Stream(device=device) for _ in range(2))
 
-    def download(self, rows: torch.Tensor, consumer: Any) -> torch.Tensor:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            # By the hand-off the rows are right on the consumer's stream, and maybe nowhere else yet.
-            self._stream.wait_stream(consumer)
+    def mark(self, consumer: Any) -> Any:
+        # The rows are right on the consumer's stream, and maybe nowhere else yet. Where the host has waited
+        # for them the consumer is left alone: it may have work for long, or be captured.
+        if self._handoff == "host":
+            return None
+        consumer.record_event(there := torch.cuda.Event(blocking=True))
+        return there
+
+    def share(self, rows: torch.Tensor, first: Any, consumer: Any) -> None:
+        if self._handoff == "stream" and consumer != first:
+            consumer.wait_event(self.mark(first))
+        rows.record_stream(consumer)
+
+    def download(self, rows: torch.Tensor, since: Any) -> torch.Tensor:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._down):
+            if since is not None:
+                self._down.wait_event(since)
             host = _pinned_like(rows)
             host.copy_(rows, non_blocking=True)
-            rows.record_stream(self._stream)
-            self._stream.record_event(done := torch.cuda.Event(blocking=True))
+            self._down.record_event(done := torch.cuda.Event(blocking=True))
+        # No record_stream: `rows` lives here until it has been read.
         done.synchronize()
         return host
 
     def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        # An encoder's own rows are ordinary tensors whatever mode the caller is in; so are these.
+        with torch.inference_mode(False), torch.cuda.device(self._device), torch.cuda.stream(self._up):
             rows = result.tensor.to(self._device, non_blocking=True)
-            self._stream.record_event(done := torch.cuda.Event(blocking=True))
+            self._up.record_event(done := torch.cuda.Event(blocking=True))
         if self._handoff == "host":
             done.synchronize()
         else:
@@ -234,13 +263,17 @@ def describe(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         kind = {"device": properties.name, "capability": f"{properties.major}.{properties.minor}"}
+        # Not torch.get_float32_matmul_precision(), which raises once the host has set one of these instead.
+        precision = torch.backends.cuda.matmul.fp32_precision
     else:
         kind = {"device": f"cpu {platform.machine()}", "capability": torch.backends.cpu.get_cpu_capability()}
+        precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     return {
         **kind,
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda or "none"),
-        "matmul precision": torch.get_float32_matmul_precision(),
+        "matmul precision": str(precision),
+        "bf16 reductions": str(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
     }
 
 

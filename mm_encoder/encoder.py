@@ -6,13 +6,13 @@ import logging
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from . import steps
-from .cache.key import Keys
 from .cache.tiered import Cache
 from .cached import CachedEngine, Front
 from .config import (
@@ -110,8 +110,8 @@ class Encoder:
             raise TypeError(f"share_weights must be a bool, got {type(share_weights).__name__}")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
-        opened, self._family = load_family(checkpoint, family)
-        self.model = model_name(model, opened.name)
+        directory, self._family = load_family(checkpoint, family)
+        self.model = model_name(model, directory.name)
         self.family = self._family.name
 
         build = steps.build_tower(self._family, self.dtype)
@@ -126,8 +126,8 @@ class Encoder:
         )
         front = None
         if cache is not None:
-            keys = Keys(steps.identity(self._family, self.device, self.dtype))
-            front = Front(Cache(cache, keys), open_transfers(self.device, handoff), cache.results, workers)
+            opened = Cache(cache, partial(steps.identity, self._family, self.device, self.dtype))
+            front = Front(opened, open_transfers(self.device, handoff), cache.results, workers)
         self._front = front
         self._engine = Engine(
             settings,

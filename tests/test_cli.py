@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from mm_encoder import Encoder, ImageResult, MediaPlanner
-from mm_encoder.cli import build_app, files, printable
+from mm_encoder.cli import build_app, files
+from mm_encoder.cli.terminal import printable
 
 GOLDEN_IMAGES = Path(__file__).parent / "golden" / "glm53" / "images"
 COMMAND = [sys.executable, "-c", "from mm_encoder.cli import main; main()"]

@@ -26,19 +26,31 @@ from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.dlpack import from_dlpack
 
-from mm_encoder import DeviceOutOfMemoryError, Encoder, ImageResult
-from mm_encoder.device import CudaLane, open_lane
+from mm_encoder import CacheConfig, DeviceOutOfMemoryError, Encoder, ImageResult
+from mm_encoder.device import CudaLane, CudaTransfers, open_lane
 from mm_encoder.families.glm53 import GlmTower
 
 from .conftest import GOLDEN
 from .helpers import until
-from .test_device import CONTROLS, HANDOFFS, leave_out, right
+from .test_device import (
+    CONTROLS,
+    DOWNLOAD_CONTROLS,
+    HANDOFFS,
+    UPLOAD_CONTROLS,
+    brought_by_the_lane,
+    brought_by_the_writer,
+    leave_out,
+    leave_out_of_transfers,
+    right,
+    right_on_hits,
+)
 
 pytestmark = pytest.mark.needs_cuda
 
 GPU = torch.device("cuda:0")
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Handoff = Literal["host", "stream"]
+Results = Literal["cpu", "device"]
 Hold = Callable[[float], None]
 
 
@@ -287,14 +299,171 @@ def test_rows_taken_through_dlpack_are_right_on_the_stream_named(
                 assert torch.equal(from_dlpack(rows).cpu(), wanted)
 
 
+# --- results that are cached -------------------------------------------------------------------------
+
+
+class LateTransfers(CudaTransfers):
+    """Held for so many seconds before each copy."""
+
+    def __init__(self, handoff: str, hold: Hold, seconds: float) -> None:
+        super().__init__(GPU, handoff)
+        self._hold, self._seconds = hold, seconds
+
+    def download(self, rows: torch.Tensor, since: Any) -> torch.Tensor:
+        with torch.cuda.stream(self._down):
+            self._hold(self._seconds)
+        return super().download(rows, since)
+
+    def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
+        with torch.cuda.stream(self._up):
+            self._hold(self._seconds)
+        return super().upload(result, consumer)
+
+
+def seed_of(*names: str) -> int:
+    """For pictures of a run's own, so that what another run left in memory is wrong here."""
+    return zlib.crc32(" ".join(names).encode())
+
+
+def test_a_lanes_results_on_the_cpu_are_complete_and_pinned(hold: Hold) -> None:
+    lane = CudaLane(GPU, 0)
+    at_once, in_the_end = brought_by_the_lane(lane, tower_of(hold, 0.05), seed_of("lane"))
+    assert all(at_once + in_the_end)
+    with lane.entered():
+        assert lane.download(torch.ones(3, 5, device=GPU)).is_pinned()
+
+
+def test_control_a_lanes_results_on_the_cpu_are_wrong_without_the_wait(hold: Hold) -> None:
+    lane = CudaLane(GPU, 0)
+    leave_out("wait", lane, None)
+    at_once, _ = brought_by_the_lane(lane, tower_of(hold, 0.05), seed_of("lane", "control"))
+    assert not all(at_once)
+
+
+@pytest.mark.parametrize("late", ["lane", "transfers"])
+@pytest.mark.parametrize("handoff", HANDOFFS)
+def test_the_writer_gets_every_row_right_whoever_is_late(hold: Hold, handoff: str, late: str) -> None:
+    transfers = LateTransfers(handoff, hold, 0.05 if late == "transfers" else 0)
+    lane, consumer = CudaLane(GPU, 0), torch.cuda.Stream(GPU)
+    tower = tower_of(hold, 0.05 if late == "lane" else 0)
+    seed = seed_of("writer", handoff, late)
+    at_once, in_the_end = brought_by_the_writer(transfers, lane, consumer, handoff, tower, seed)
+    assert all(at_once + in_the_end)
+
+
+@pytest.mark.parametrize(("handoff", "step"), DOWNLOAD_CONTROLS)
+def test_control_the_writer_gets_wrong_rows_when_a_step_is_left_out(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
+) -> None:
+    late = "transfers" if step == "synchronize" else "lane"
+    transfers = LateTransfers(handoff, hold, 0.05 if late == "transfers" else 0)
+    lane, consumer = CudaLane(GPU, 0), torch.cuda.Stream(GPU)
+    leave_out_of_transfers(step, transfers, consumer, monkeypatch)
+    tower = tower_of(hold, 0.05 if late == "lane" else 0)
+    seed = seed_of("writer", handoff, step)
+    at_once, in_the_end = brought_by_the_writer(transfers, lane, consumer, handoff, tower, seed)
+    assert not all(at_once)
+    assert not all(in_the_end)
+
+
+@pytest.mark.parametrize("late", ["transfers", "consumer"])
+@pytest.mark.parametrize("handoff", HANDOFFS)
+def test_every_hit_is_read_right_whoever_is_late(hold: Hold, handoff: str, late: str) -> None:
+    transfers = LateTransfers(handoff, hold, 0.05 if late == "transfers" else 0)
+    read = read_of(hold, 0.05 if late == "consumer" else 0)
+    assert all(right_on_hits(transfers, torch.cuda.Stream(GPU), read, seed_of("hits", handoff, late)))
+
+
+@pytest.mark.parametrize(("handoff", "step"), UPLOAD_CONTROLS)
+def test_control_wrong_hits_are_read_when_a_step_is_left_out(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
+) -> None:
+    late = "consumer" if step == "record_stream" else "transfers"
+    transfers = LateTransfers(handoff, hold, 0.05 if late == "transfers" else 0)
+    consumer, read = torch.cuda.Stream(GPU), read_of(hold, 0.05 if late == "consumer" else 0)
+    leave_out_of_transfers(step, transfers, consumer, monkeypatch)
+    assert not all(right_on_hits(transfers, consumer, read, seed_of("hits", handoff, step)))
+
+
+@pytest.fixture
+def late_transfers(monkeypatch: pytest.MonkeyPatch, hold: Hold) -> None:
+    """Holds every copy of cached rows for a millisecond."""
+    monkeypatch.setattr(
+        "mm_encoder.encoder.open_transfers", lambda device, handoff: LateTransfers(handoff, hold, 0.001)
+    )
+
+
+def cache_of(results: Results) -> CacheConfig:
+    return CacheConfig(memory_bytes=64 * 1024**2, results=results)
+
+
+@pytest.mark.usefixtures("late_lanes", "late_transfers")
+@pytest.mark.parametrize("handoff", HANDOFFS)
+@pytest.mark.parametrize("results", ["cpu", "device"])
+def test_hits_and_misses_give_the_rows_of_an_encoder_without_a_cache(
+    glm53_checkpoint: Path, hold: Hold, results: Results, handoff: Handoff
+) -> None:
+    images = [noise(140, 140, seed) for seed in range(7)]
+    with Encoder(glm53_checkpoint, device=GPU) as encoder:
+        wanted = rows_of([encoder.generate(image)[0] for image in images])
+    seen: list[torch.Tensor] = []
+    with Encoder(glm53_checkpoint, device=GPU, handoff=handoff, cache=cache_of(results)) as encoder:
+        side = torch.cuda.Stream(GPU)
+        with torch.cuda.stream(side):
+            for again in range(30):
+                for image in images:
+                    rows, metadata = encoder.generate(image)[0]
+                    assert metadata.cache == ("memory" if again else "miss")
+                    assert rows.device.type == ("cpu" if results == "cpu" else "cuda")
+                    assert metadata.device == str(rows.device)
+                    hold(0.001)
+                    seen.append(rows.clone())  # on the device: enqueued now, done when `rows` is gone
+                    del rows
+        side.synchronize()
+        stats = encoder.cache_stats()
+        assert (stats.misses, stats.memory_hits) == (7, 29 * 7)
+        until(lambda: encoder.cache_stats().memory_entries == 7)
+    assert all(torch.equal(rows.cpu(), wanted[number % 7]) for number, rows in enumerate(seen))
+
+
+def test_results_on_the_cpu_are_pinned_and_shared(glm53_checkpoint: Path) -> None:
+    with Encoder(glm53_checkpoint, device=GPU, cache=cache_of("cpu")) as encoder:
+        miss, hit = (encoder.generate(noise(140, 140))[0].tensor for _ in range(2))
+    assert hit is miss
+    assert hit.is_pinned()
+    assert hit.untyped_storage().nbytes() == hit.nbytes
+
+
+@pytest.mark.parametrize("handoff", HANDOFFS)
+def test_hits_on_the_device_are_ordinary_tensors_of_the_callers_own(
+    glm53_checkpoint: Path, handoff: Handoff
+) -> None:
+    image = noise(140, 140)
+    with Encoder(glm53_checkpoint, device=GPU, handoff=handoff, cache=cache_of("device")) as encoder:
+        wanted = rows_of(encoder.generate(image))[0]
+        with torch.inference_mode():
+            first = encoder.generate(image)[0].tensor
+        assert not first.is_inference()
+        until(lambda: encoder.cache_stats().memory_entries == 1)
+        second = encoder.generate(image)[0].tensor
+        second.zero_()
+        assert torch.equal(first.cpu(), wanted)
+        assert all_equal(rows_of(encoder.generate(image)), [wanted])
+
+
 # The profiler has things to say at the end of a cycle, and of what it could not load.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_nothing_waits_for_the_whole_device(glm53_checkpoint: Path, handoff: Handoff) -> None:
+@pytest.mark.parametrize("cached", [False, True])
+def test_nothing_waits_for_the_whole_device(glm53_checkpoint: Path, handoff: Handoff, cached: bool) -> None:
     images = of_many_sizes(12)
-    with Encoder(glm53_checkpoint, device=GPU, replicas_per_gpu=2, handoff=handoff) as encoder:
+    settings: dict[str, Any] = {"handoff": handoff, "cache": cache_of("device") if cached else None}
+    with Encoder(glm53_checkpoint, device=GPU, replicas_per_gpu=2, **settings) as encoder:
         for _ in range(3):
             encoder.generate(images)  # staging, memory and kernels are there for both replicas
+        if cached:
+            encoder.bump_weights()
+            encoder.generate(images[:6])  # what is to be seen are hits and misses
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with profile(activities=activities) as recorded, record_function("steady"):
             encoder.generate(images)
@@ -433,12 +602,14 @@ ONLY_ONE_DEVICE = """
 import sys
 import numpy as np
 import torch
-from mm_encoder import Encoder
+from mm_encoder import CacheConfig, Encoder
 
 assert not torch.cuda.is_initialized()  # by importing
 last = torch.cuda.device_count() - 1
-with Encoder(sys.argv[1], device=f"cuda:{last}", replicas_per_gpu=2) as encoder:
-    results = encoder.generate([np.zeros((60, 60, 3), np.uint8)] * 4)
+cache = CacheConfig(results="device") if sys.argv[2] == "True" else None
+with Encoder(sys.argv[1], device=f"cuda:{last}", replicas_per_gpu=2, cache=cache) as encoder:
+    images = [np.zeros((60, 60, 3), np.uint8)] * 4
+    results = [*encoder.generate(images), *encoder.generate(images)]
 assert all(result.tensor.device.index == last for result in results)
 used = [index for index in range(last + 1) if torch._C._cuda_hasPrimaryContext(index)]
 assert used == [last], used
@@ -447,9 +618,10 @@ print("one")
 """
 
 
-def test_no_device_but_its_own_is_initialised(glm53_checkpoint: Path) -> None:
+@pytest.mark.parametrize("cached", [False, True])
+def test_no_device_but_its_own_is_initialised(glm53_checkpoint: Path, cached: bool) -> None:
     # Says most where there are several.
-    code, output, errors = outcome_of(ONLY_ONE_DEVICE, glm53_checkpoint)
+    code, output, errors = outcome_of(ONLY_ONE_DEVICE, glm53_checkpoint, str(cached))
     assert (code, output) == (0, "one"), errors
 
 

@@ -11,12 +11,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mm_encoder.device import CpuLane, CudaLane, consumer_stream, default_dtype, open_lane, parse_device
+from mm_encoder.contract import ImageMetadata, ImageResult
+from mm_encoder.device import (
+    CpuLane,
+    CpuTransfers,
+    CudaLane,
+    CudaTransfers,
+    consumer_stream,
+    default_dtype,
+    describe,
+    open_lane,
+    open_transfers,
+    parse_device,
+)
 
 GPU = torch.device("cuda:0")
 
@@ -46,11 +59,60 @@ def test_the_cpu_lane_copies_nothing_and_waits_for_nothing() -> None:
     host = torch.arange(6, dtype=torch.uint8).view(2, 3)
     with lane.entered():
         assert lane.upload(host) is host
+        assert lane.download(host) is host
         lane.wait()
         lane.make_wait(None)
         lane.hand_over(host, None)
         assert lane.settle()
     assert lane.priority == 0
+
+
+def result_of(rows: torch.Tensor) -> ImageResult:
+    length, width = rows.shape
+    metadata = ImageMetadata(
+        model="",
+        mm_hash="",
+        length=length,
+        shape=(length, width),
+        dtype=str(rows.dtype),
+        device="cpu",
+        strides=(width, 1),
+        embedding_offsets=(0, length),
+        grid_thws=((1, length, 1),),
+        original_size=(1, 1),
+        cache="memory",
+    )
+    return ImageResult(rows, metadata)
+
+
+@pytest.mark.parametrize("handoff", ["host", "stream"])
+def test_on_the_cpu_cached_rows_are_there_already(handoff: str) -> None:
+    transfers = open_transfers(torch.device("cpu"), handoff)
+    assert isinstance(transfers, CpuTransfers)
+    result = result_of(torch.zeros(2, 3))
+    assert transfers.download(result.tensor, None) is result.tensor
+    assert transfers.upload(result, None) is result
+
+
+def test_what_may_change_the_bits_of_a_result_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cpu = torch.device("cpu")
+    on_gpu, on_cpu = describe(GPU), describe(cpu)
+    assert (on_gpu["device"], on_gpu["capability"]) == ("NVIDIA H200", "9.0")
+    assert on_gpu["torch"] == on_cpu["torch"] == torch.__version__
+    # Set in this way, torch.get_float32_matmul_precision() may not be asked any more: it raises.
+    mkldnn: Any = torch.backends.mkldnn
+    for device, matmul in ((GPU, torch.backends.cuda.matmul), (cpu, mkldnn.matmul)):
+        before = matmul.fp32_precision
+        try:
+            for precision in ("ieee", "tf32"):
+                matmul.fp32_precision = precision
+                assert describe(device)["matmul precision"] == precision
+        finally:
+            matmul.fp32_precision = before
+    for description in (on_gpu, on_cpu):
+        assert all(type(value) is str for value in description.values())
 
 
 # --- the model ---------------------------------------------------------------------------------------
@@ -76,6 +138,12 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         # For what the event stands for now: it may be recorded again for something else.
         self.work.append(partial(event.stream.run, event.end))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.work.append(partial(stream.run, len(stream.work)))
+
+    def record_event(self, event: Event) -> None:
+        event.record(self)
 
 
 class Event:
@@ -107,8 +175,21 @@ class Block:
 class OnDevice:
     """A tensor. When it is dropped its block is free, whatever is still enqueued that reads or writes it."""
 
+    device = GPU
+
     def __init__(self, gpu: Gpu, block: Block) -> None:
         self.gpu, self.block = gpu, block
+        self.shape, self.dtype = block.memory.shape, block.memory.dtype
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, arguments: Any, named: Any) -> torch.Tensor:
+        # Pinned memory may be dropped before it is written or read: Torch keeps it until the copies are
+        # done, as what is enqueued keeps it here.
+        assert function is torch.Tensor.copy_
+        assert named == {"non_blocking": True}, "the host would wait"
+        host, rows = arguments
+        rows.gpu.stream.work.append(partial(host.copy_, rows.block.memory))
+        return host  # type: ignore[no-any-return]
 
     def record_stream(self, stream: Stream) -> None:
         self.block.readers.add(stream)
@@ -128,7 +209,7 @@ class Gpu:
         """Devices and streams entered, the innermost last."""
         self.free: list[Block] = []
         self.blocks = 0
-        self.pinned: list[int] = []
+        self.pinned: list[int | torch.Size] = []
 
     @property
     def stream(self) -> Stream:
@@ -140,8 +221,10 @@ class Gpu:
         yield
         assert self.current.pop() is entry
 
-    def pin(self, size: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
-        assert (dtype, device, pin_memory) == (torch.uint8, "cpu", True)
+    def pin(
+        self, size: int | torch.Size, *, dtype: torch.dtype, device: str, pin_memory: bool
+    ) -> torch.Tensor:
+        assert (device, pin_memory) == ("cpu", True)
         self.pinned.append(size)
         return torch.zeros(size, dtype=dtype)
 
@@ -156,6 +239,7 @@ class Gpu:
 
     def copy(self, staged: torch.Tensor, device: torch.device, *, non_blocking: bool) -> OnDevice:
         assert non_blocking, "the host would wait"
+        assert not torch.is_inference_mode_enabled(), "the caller could not use it everywhere"
         arrived = self.allocate(staged.shape)
         self.stream.work.append(partial(arrived.block.memory.copy_, staged))
         return arrived
@@ -191,6 +275,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "stream", gpu.entered)
     monkeypatch.setattr(torch, "empty", gpu.pin)
     monkeypatch.setattr(torch.Tensor, "to", lambda *arguments, **named: gpu.copy(*arguments, **named))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda host: host.clone())
     return gpu
 
 
@@ -329,6 +414,253 @@ def test_staging_grows_at_least_twofold_and_serves_smaller_uploads(gpu: Gpu) -> 
         lane.wait()
     assert all(torch.equal(arrived.block.memory, host) for arrived, host in uploads)
     assert gpu.pinned == [5, 50, 100, 300]
+
+
+# --- results on the way to the host and back (tests/test_cuda.py runs the same on a GPU) ---------------
+
+# A hand-off, and the step that is left out.
+DOWNLOAD_CONTROLS = (("stream", "wait_stream"), ("host", "synchronize"), ("stream", "synchronize"))
+UPLOAD_CONTROLS = (
+    ("host", "synchronize"),
+    ("stream", "wait_event"),
+    ("host", "record_stream"),
+    ("stream", "record_stream"),
+)
+
+
+def leave_out_of_transfers(
+    step: str, transfers: CudaTransfers, consumer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwaited(record_event: Callable[[Any], object], event: Any) -> None:
+        record_event(event)
+        event.synchronize = lambda: None
+
+    match step:
+        case "synchronize":
+            for stream in (transfers._down, transfers._up):
+                monkeypatch.setattr(stream, "record_event", partial(unwaited, stream.record_event))
+        case "wait_stream":
+            monkeypatch.setattr(transfers._down, "wait_event", lambda _: None)
+        case "wait_event":
+            monkeypatch.setattr(consumer, "wait_event", lambda _: None)
+        case "record_stream":
+            for kind in (torch.Tensor, OnDevice):
+                monkeypatch.setattr(kind, "record_stream", lambda *_: None)
+        case _:
+            raise ValueError(step)
+
+
+Checks = tuple[list[bool], list[bool]]
+"""Whether rows are right as soon as they are had, and whether they are in the end."""
+
+
+def checked(seen: list[tuple[torch.Tensor, bool, torch.Tensor]]) -> Checks:
+    return [at_once for _, at_once, _ in seen], [torch.equal(host, wanted) for host, _, wanted in seen]
+
+
+def brought_by_the_lane(lane: CudaLane, tower: Callable[[Any], Any], seed: int = 0) -> Checks:
+    """Take the lane through jobs whose results are CPU tensors."""
+    seen = []
+    for picture in pictures(seed):
+        wanted = ~picture
+        with lane.entered():
+            host = lane.download(tower(lane.upload(picture)))
+            seen.append((host, torch.equal(host, wanted), wanted))
+    lane._stream.synchronize()
+    return checked(seen)
+
+
+def brought_by_the_writer(
+    transfers: CudaTransfers,
+    lane: CudaLane,
+    consumer: Any,
+    handoff: str,
+    tower: Callable[[Any], Any],
+    seed: int = 0,
+) -> Checks:
+    """Have results brought to the host as a cache's writer does, of which the caller keeps nothing."""
+    seen = []
+    for picture in pictures(seed):
+        wanted = ~picture
+        with lane.entered():
+            made = [tower(lane.upload(picture))]
+            if handoff == "host":
+                lane.wait()
+            else:
+                lane.make_wait(consumer)
+            lane.hand_over(made[0], consumer)
+        host = transfers.download(made.pop(), transfers.mark(consumer))
+        seen.append((host, torch.equal(host, wanted), wanted))
+        consumer.synchronize()  # as far as the consumer goes, the memory can be allocated again
+    transfers._down.synchronize()
+    return checked(seen)
+
+
+def right_on_hits(
+    transfers: CudaTransfers,
+    consumer: Any,
+    read: Callable[[Any, Any], torch.Tensor],
+    seed: int = 0,
+) -> list[bool]:
+    """For each hit whether `consumer` reads its rows, when it gets there, though the caller has not kept
+    them, and the cache not what they were copied from.
+    """
+    seen, wanted = [], pictures(seed)
+    for number, picture in enumerate(wanted):
+        rows = transfers.upload(result_of(picture.pin_memory()), consumer).tensor
+        seen.append(read(rows, consumer))
+        del rows
+        if number % 4 == 3:
+            consumer.synchronize()
+    return [torch.equal(a.cpu(), b) for a, b in zip(seen, wanted, strict=True)]
+
+
+def test_a_lanes_results_on_the_cpu_are_complete_and_pinned_and_their_own(gpu: Gpu) -> None:
+    at_once, in_the_end = brought_by_the_lane(CudaLane(GPU, 0), gpu.tower)
+    assert all(at_once + in_the_end)
+    assert gpu.pinned[1:] == [torch.Size([256, 588])] * 12  # after the buffer for uploads
+    assert gpu.blocks == 2
+
+
+def test_control_a_lanes_results_on_the_cpu_are_wrong_without_the_wait(gpu: Gpu) -> None:
+    lane = CudaLane(GPU, 0)
+    leave_out("wait", lane, None)
+    at_once, _ = brought_by_the_lane(lane, gpu.tower)
+    assert not any(at_once)
+
+
+@pytest.mark.parametrize("handoff", HANDOFFS)
+def test_the_writer_gets_every_row_right_from_memory_that_is_used_again(gpu: Gpu, handoff: str) -> None:
+    transfers, lane, consumer = CudaTransfers(GPU, handoff), CudaLane(GPU, 0), Stream()
+    at_once, in_the_end = brought_by_the_writer(transfers, lane, consumer, handoff, gpu.tower)
+    assert all(at_once + in_the_end)
+    assert gpu.pinned[1:] == [torch.Size([256, 588])] * 12
+    assert gpu.blocks <= 3
+
+
+@pytest.mark.parametrize(("handoff", "step"), DOWNLOAD_CONTROLS)
+def test_control_the_writer_gets_wrong_rows_when_a_step_is_left_out(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
+) -> None:
+    transfers, lane, consumer = CudaTransfers(GPU, handoff), CudaLane(GPU, 0), Stream()
+    leave_out_of_transfers(step, transfers, consumer, monkeypatch)
+    at_once, in_the_end = brought_by_the_writer(transfers, lane, consumer, handoff, gpu.tower)
+    assert not all(at_once)
+    # And not only early: without the wait the rows are dropped, and their memory used again, before the copy.
+    assert not all(in_the_end)
+
+
+def read_in(gpu: Gpu, transfers: CudaTransfers, late: str) -> Callable[[Any, Any], torch.Tensor]:
+    def read(rows: OnDevice, consumer: Stream) -> torch.Tensor:
+        if late == "consumer":
+            transfers._up.synchronize()
+        return gpu.read(rows, consumer)
+
+    return read
+
+
+@pytest.mark.parametrize("late", ["transfers", "consumer"])
+@pytest.mark.parametrize("handoff", HANDOFFS)
+def test_every_hit_is_read_right_whoever_is_late(gpu: Gpu, handoff: str, late: str) -> None:
+    transfers = CudaTransfers(GPU, handoff)
+    assert all(right_on_hits(transfers, Stream(), read_in(gpu, transfers, late)))
+    assert gpu.blocks <= 4  # as many as the consumer has not read yet
+
+
+@pytest.mark.parametrize(("handoff", "step"), UPLOAD_CONTROLS)
+def test_control_wrong_hits_are_read_when_a_step_is_left_out(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
+) -> None:
+    transfers, consumer = CudaTransfers(GPU, handoff), Stream()
+    leave_out_of_transfers(step, transfers, consumer, monkeypatch)
+    late = "consumer" if step == "record_stream" else "transfers"
+    assert not all(right_on_hits(transfers, consumer, read_in(gpu, transfers, late)))
+
+
+def test_a_hit_by_the_host_is_complete_and_one_by_the_stream_when_the_consumer_gets_there(gpu: Gpu) -> None:
+    for handoff, done in (("host", 1), ("stream", 0)):
+        transfers, consumer = CudaTransfers(GPU, handoff), Stream()
+        side: Any = transfers._up
+        with torch.inference_mode():
+            rows, metadata = transfers.upload(result_of(pictures(0)[0]), consumer)
+        assert side.done == done
+        consumer.synchronize()
+        assert side.done == 1
+        assert (metadata.device, metadata.cache) == ("cuda:0", "memory")
+        assert rows.block.readers == {consumer}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("left_out", ["", "wait_event", "record_stream"])
+def test_a_follower_reads_on_a_stream_of_its_own(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, left_out: str
+) -> None:
+    """Rows that were handed over to one stream, read on another; each step left out is a control."""
+    transfers, lane, first, second = CudaTransfers(GPU, "stream"), CudaLane(GPU, 0), Stream(), Stream()
+    picture, other = pictures(0)[:2]
+    with lane.entered():
+        rows: Any = gpu.tower(lane.upload(picture))
+        lane.make_wait(first)
+        lane.hand_over(rows, first)
+        with monkeypatch.context() as patch:
+            if left_out == "wait_event":
+                patch.setattr(second, "wait_event", lambda _: None)
+            if left_out == "record_stream":
+                patch.setattr(OnDevice, "record_stream", lambda *_: None)
+            transfers.share(rows, first, second)
+        seen = gpu.read(rows, second)
+        if left_out == "wait_event":
+            second.synchronize()  # nothing else makes it late
+        first.synchronize()
+        del rows
+        gpu.tower(lane.upload(other))
+        lane._stream.synchronize()
+    second.synchronize()
+    assert torch.equal(seen, ~picture) == (not left_out)
+
+
+@pytest.mark.parametrize("handoff", HANDOFFS)
+def test_transfers_wait_for_no_work_but_their_own(gpu: Gpu, handoff: str) -> None:
+    transfers, lane, consumer, other = CudaTransfers(GPU, handoff), CudaLane(GPU, 0), Stream(), Stream(GPU)
+    other.work.append(refuse)
+    brought_by_the_writer(transfers, lane, consumer, handoff, gpu.tower)
+    right_on_hits(transfers, consumer, gpu.read)
+    assert other.done == gpu.default.done == 0
+    assert gpu.current == [gpu.default]
+
+
+def test_rows_that_the_host_has_waited_for_are_kept_without_waiting_for_their_consumer(gpu: Gpu) -> None:
+    transfers, lane, busy = CudaTransfers(GPU, "host"), CudaLane(GPU, 0), Stream()
+    picture = pictures(0)[0]
+    with lane.entered():
+        rows: Any = gpu.tower(lane.upload(picture))
+        lane.wait()
+        lane.hand_over(rows, busy)
+    busy.work.append(refuse)
+    assert torch.equal(transfers.download(rows, transfers.mark(busy)), ~picture)
+
+
+@pytest.mark.parametrize("streams", [2, 1])
+def test_a_hit_does_not_wait_for_somebody_elses_stream(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, streams: int
+) -> None:
+    transfers, lane, busy, consumer = CudaTransfers(GPU, "stream"), CudaLane(GPU, 0), Stream(), Stream()
+    if streams == 1:
+        transfers._up = transfers._down  # the control
+    with lane.entered():
+        rows: Any = gpu.tower(lane.upload(pictures(0)[0]))
+        lane.make_wait(busy)
+        lane.hand_over(rows, busy)
+    busy.work.append(refuse)
+    with monkeypatch.context() as patch:
+        patch.setattr(Event, "synchronize", lambda _: None)  # as if another thread still waited there
+        transfers.download(rows, transfers.mark(busy))
+    transfers.upload(result_of(pictures(1)[0]), consumer)
+    if streams == 1:
+        with pytest.raises(AssertionError, match="nobody may wait for this"):
+            consumer.synchronize()
+    else:
+        consumer.synchronize()
+        assert busy.done == 0
 
 
 # --- after a failed job ------------------------------------------------------------------------------

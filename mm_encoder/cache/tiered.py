@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
@@ -36,14 +36,23 @@ class _Waiting(NamedTuple):
 
 
 class Cache:
-    """Two tiers and a writer thread; from any thread. Raises CacheError where it cannot be opened."""
+    """Two tiers and a writer thread; from any thread.
 
-    def __init__(self, config: CacheConfig, keys: Keys) -> None:
-        self.keys = keys
+    `identity` is called once the directory is open, since it reads all the weights. Raises CacheError where
+    the cache cannot be opened.
+    """
+
+    def __init__(self, config: CacheConfig, identity: Callable[[], Mapping[str, str]]) -> None:
         self._max_entry = config.max_entry_bytes
         self._max_backlog = max(_BACKLOG, config.max_entry_bytes)
         self._memory = MemoryTier(config.memory_bytes)
         self._disk = _open_disk(config)
+        try:
+            self.keys = Keys(identity())
+        except BaseException:
+            if self._disk is not None:
+                self._disk.close()
+            raise
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._reading: dict[bytes, Future[Entry | None]] = {}

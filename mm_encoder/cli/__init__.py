@@ -7,16 +7,15 @@ without it `main` says so.
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,13 +33,14 @@ _WAITING = ("line", "queue", "wait")  # stages in which nothing is done for the 
 
 try:
     import typer
-    from rich import box
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Table
+
+    from . import cache as caches
 
     # What the commands' annotations, strings until Typer reads them, refer to.
     from .options import (
+        CacheBytesOption,
+        CacheOption,
         CheckpointArgument,
         DeviceOption,
         DtypeOption,
@@ -53,17 +53,21 @@ try:
         PictureOption,
         PlannedArgument,
         ReplicasOption,
+        chosen_device,
+        chosen_dtype,
     )
-except ImportError:
-    _HAS_EXTRA = False
+    from .terminal import complain, ending, open_console, printable, shape_of, table_of
+except ImportError as error:
+    _MISSING = str(error)
 else:
-    _HAS_EXTRA = True
+    _MISSING = ""
 
 
 def main() -> None:
     """Run the command line; ends by SystemExit with the exit code."""
-    if not _HAS_EXTRA:
-        print('mm-encoder: the command line needs an extra: pip install "mm-encoder[cli]"', file=sys.stderr)
+    if _MISSING:
+        need = 'the command line needs an extra: pip install "mm-encoder[cli]"'
+        print(f"mm-encoder: {need} ({_MISSING})", file=sys.stderr)
         sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -79,8 +83,13 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for command in (encode, plan, families, doctor, demo):
-        app.command()(_without_traceback(command))
+    of_cache = typer.Typer(help="Look after a cache's directory.", no_args_is_help=True)
+    alone: list[Callable[..., int]] = [encode, plan, families, doctor, demo, caches.key]
+    for command in alone:
+        app.command()(ending(command))
+    for command in (caches.stats, caches.verify, caches.clear):
+        of_cache.command()(ending(command))
+    app.add_typer(of_cache, name="cache")
     return app
 
 
@@ -94,8 +103,11 @@ def encode(
     replicas: ReplicasOption = 1,
     model: ModelOption = None,
     family: FamilyOption = None,
+    cache: CacheOption = None,
+    cache_bytes: CacheBytesOption = None,
 ) -> int:
     """Encode images into one file: for each a tensor of embedding rows, under its path as the key."""
+    kept = caches.configured(cache, cache_bytes)
     inputs = expand(images)
     _, rules = load_family(checkpoint, family)  # a bad checkpoint is said before a folder is made
     check_target("--out", out, ".safetensors", inputs)
@@ -104,12 +116,15 @@ def encode(
     with Encoder(
         checkpoint,
         model,
-        _or_default(device),
+        chosen_device(device),
         family,
-        dtype=None if dtype is None else getattr(torch, dtype.value),
+        dtype=chosen_dtype(dtype),
+        cache=kept,
         replicas_per_gpu=replicas,
     ) as encoder:
         encoded = _encode_and_write(encoder, inputs, out)
+    if kept is not None:
+        caches.complain_of_losses(encoder.cache_stats(), kept)
     if picture is not None and encoded:
         _draw(encoded, rules, picture, encoder.model)
     return int(len(encoded) < len(inputs))
@@ -125,31 +140,31 @@ def plan(checkpoint: CheckpointArgument, images: PlannedArgument, family: Family
             items.append((name, (int(size[1]), int(size[2]))))
         else:
             items += [(str(item.path), item.path) for item in expand([name])]
-    table = _table("image", "size", "grid t·h·w", "rows")
+    table = table_of("image", "size", "grid t·h·w", "rows")
     for name, item in items:
         try:
             planned = planner.plan(item)
         except FAULTS as error:
-            _complain(name, error)
+            complain(name, error)
         else:
-            table.add_row(printable(name), *_shape(planned), str(planned.length))
+            table.add_row(printable(name), *shape_of(planned), str(planned.length))
     if table.row_count:
-        _console().print(table)
+        open_console().print(table)
     return int(table.row_count < len(items))
 
 
 def families() -> int:
     """List the model families and the released checkpoints that each fits."""
-    table = _table("family", "checkpoints", numbers=False)
+    table = table_of("family", "checkpoints", numbers=False)
     for family in FAMILIES:
         table.add_row(family.name, "\n".join(family.checkpoints))
-    _console().print(table)
+    open_console().print(table)
     return 0
 
 
 def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
     """Say what this runs on: versions, devices, and the stream priority that a replica gets."""
-    target = parse_device(_or_default(device))
+    target = parse_device(chosen_device(device))
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     priority = open_lane(target, 1).priority if target.type == "cuda" else None
     if as_json:
@@ -160,7 +175,7 @@ def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
         facts = {"device": str(target), "stream_priority": priority, "cuda_devices": found}
         print(json.dumps({**facts, "identity": dict(identity())}, indent=2))
         return 0
-    table = _table("", "", numbers=False)
+    table = table_of("", "", numbers=False)
     for name, value in identity().items():
         table.add_row(name, value)
     for index, gpu in enumerate(gpus):
@@ -170,7 +185,7 @@ def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
         table.add_row("cuda devices", "none")
     table.add_row("device", str(target))
     table.add_row("stream priority", "none: the CPU has no streams" if priority is None else str(priority))
-    _console().print(table)
+    open_console().print(table)
     return 0
 
 
@@ -179,7 +194,7 @@ def demo(folder: FolderOption = None, device: DeviceOption = None) -> int:
     folder = folder or demonstration.default_folder()
     checkpoint, photos = demonstration.prepare(folder)
     inputs = [Input(path.name, path) for path in photos]
-    with Encoder(checkpoint, "glm53-demo-random-weights", _or_default(device)) as encoder:
+    with Encoder(checkpoint, "glm53-demo-random-weights", chosen_device(device)) as encoder:
         encoded = _encode_and_write(encoder, inputs, folder / "embeddings.safetensors")
     note = "The weights are random: the colours show a picture's structure, not its meaning."
     _, rules = load_family(checkpoint)
@@ -198,25 +213,33 @@ def _encode_and_write(encoder: Encoder, inputs: Sequence[Input], out: Path) -> l
         print(f"mm-encoder: no image could be encoded, {printable(str(out))} not written", file=sys.stderr)
         return []
     write(out, encoder, encoded)
-    table = _table("image", "size", "grid t·h·w", "rows", "ms")
+    table = table_of("image", "size", "grid t·h·w", "rows", "ms")
     for item, (rows, metadata) in encoded:
         work = sum(ms for stage, ms in metadata.timings if stage not in _WAITING)
-        table.add_row(printable(item.key), *_shape(metadata), str(len(rows)), f"{work:.0f}")
-    _console().print(table)
+        table.add_row(printable(item.key), *shape_of(metadata), str(len(rows)), f"{work:.0f}")
+    open_console().print(table)
     count = f"{len(encoded)} of {len(inputs)}" if len(encoded) < len(inputs) else str(len(inputs))
     total, width = sum(len(rows) for _, (rows, _) in encoded), encoded[0].result.tensor.shape[1]
     print(
         f"{count} images, {total} rows of {width} {str(encoder.dtype).removeprefix('torch.')} "
-        f"in {seconds:.1f} s, {len(encoded) / seconds:.1f} images/s"
+        f"in {seconds:.1f} s, {len(encoded) / seconds:.1f} images/s" + _origins(encoded)
     )
     print(f"embeddings: {printable(str(out))}")
     return encoded
 
 
+def _origins(encoded: Sequence[Encoded]) -> str:
+    """Where results came from, as the end of a line; nothing if no cache was in use."""
+    count = Counter(result.metadata.cache for _, result in encoded)
+    if count[None]:
+        return ""
+    return f"; {count['memory']} from memory, {count['disk']} from disk, {count['miss']} computed"
+
+
 def _encode(encoder: Encoder, inputs: Sequence[Input]) -> list[Encoded]:
     """What could be encoded, in order; faults are reported as they come. Shows progress on a terminal."""
     done: dict[int, Encoded] = {}
-    console = _console(stderr=True)
+    console = open_console(stderr=True)
     columns = TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     begun = time.perf_counter()
     with Progress(
@@ -225,7 +248,7 @@ def _encode(encoder: Encoder, inputs: Sequence[Input]) -> list[Encoded]:
         task = progress.add_task("", total=len(inputs), rate="")
         for number, (index, outcome) in enumerate(encode_all(encoder, inputs), start=1):
             if isinstance(outcome, BaseException):
-                _complain(str(inputs[index].path), outcome)
+                complain(str(inputs[index].path), outcome)
             else:
                 done[index] = Encoded(inputs[index], outcome)
             rate = number / (time.perf_counter() - begun)
@@ -240,58 +263,3 @@ def _draw(encoded: Sequence[Encoded], family: Family, path: Path, title: str, no
     with replacing(path) as new:
         sheet.save(new, format="PNG")
     print(f"picture: {printable(str(path))}")
-
-
-def _without_traceback(command: Callable[..., int]) -> Callable[..., None]:
-    """`command`, ending in its exit code; what is at fault is said in one line."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            code = command(*args, **kwargs)
-        except BrokenPipeError:
-            raise  # whoever read the output has left; Typer ends quietly
-        except FAULTS as error:
-            _complain("mm-encoder", error)
-            code = 2
-        except KeyboardInterrupt:
-            print("mm-encoder: interrupted, nothing was written", file=sys.stderr)
-            code = 130
-        raise typer.Exit(code)
-
-    return run
-
-
-def _complain(name: str, error: BaseException) -> None:
-    print(f"{printable(name)}: {printable(str(error))}", file=sys.stderr)
-
-
-def printable(text: str) -> str:
-    """`text` on one line and harmless to a terminal: what does not print is escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _shape(of: Any) -> tuple[str, str]:
-    """Size and grid of a plan or metadata, as text."""
-    (width, height), (grid, *_) = of.original_size, of.grid_thws
-    return f"{width}x{height}", "·".join(map(str, grid))
-
-
-def _or_default(device: str | None) -> str:
-    return device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-
-
-def _console(*, stderr: bool = False) -> Console:
-    """Prints text as it is; uncut where it is not a terminal that reads it."""
-    console = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
-    if not console.is_terminal:
-        console.width = 1000
-    return console
-
-
-def _table(*columns: str, numbers: bool = True) -> Table:
-    """A table without lines, columns after the first to the right if they are numbers."""
-    table = Table(box=box.SIMPLE_HEAD, show_header=any(columns), pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if numbers and index else "left", overflow="fold")
-    return table

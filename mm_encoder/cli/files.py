@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -134,7 +135,18 @@ def write(path: Path, encoder: Encoder, encoded: Sequence[Encoded]) -> None:
         "images": json.dumps(records),
     }
     with replacing(path) as new:
-        save_file({item.key: result.tensor for item, result in encoded}, new, about)
+        save_file(_apart(encoded), new, about)
+
+
+def _apart(encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
+    """Rows by key, each in a storage of its own, as the format asks: a cache gives equal pictures one."""
+    rows: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for item, (tensor, _) in encoded:
+        storage = tensor.untyped_storage().data_ptr()
+        rows[item.key] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return rows
 
 
 @contextmanager

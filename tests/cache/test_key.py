@@ -185,9 +185,12 @@ def test_other_tensors_do_not_count(checkpoint: Path) -> None:
 def test_settings_dtype_and_torchs_precision_count(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = identity_of(checkpoint)
     assert identity_of(checkpoint, torch.bfloat16) != before
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
         assert identity_of(checkpoint) != before
+    finally:
+        torch.set_float32_matmul_precision(precision)
     for name in ("torch", "pillow", "simplejpeg"):
         assert before[name]
     edited(checkpoint / "config.json", lambda c: c["vision_config"].update(rms_norm_eps=2e-5))

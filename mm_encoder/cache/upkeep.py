@@ -1,0 +1,83 @@
+"""What may be asked of a files backend's directory from outside: `mm-encoder cache stats|verify|clear`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import CacheError
+from .codec import EntryError
+from .directory import key_of, load, opened, remove, require_ours, scan, sweep
+from .ledger import Lock
+
+
+class Description(NamedTuple):
+    """A directory's files at one moment; `strangers` are names that no cache gives, which it leaves alone."""
+
+    entries: int
+    bytes: int
+    temporaries: int
+    strangers: int
+
+
+class Verification(NamedTuple):
+    """What reading every entry found: how many are whole, their bytes, and why each other is not."""
+
+    whole: int
+    bytes: int
+    damaged: tuple[tuple[str, str], ...]
+    """Name and reason."""
+    temporaries: int
+    strangers: int
+
+
+def describe(path: str | Path) -> Description:
+    """Count a cache's files, in use or not. Raises CacheError for what is no cache's directory."""
+    require_ours(os.fspath(path))
+    listing = scan(os.fspath(path))
+    size = sum(found.bytes for found in listing.entries)
+    return Description(len(listing.entries), size, len(listing.temporaries), len(listing.strangers))
+
+
+def verify(path: str | Path) -> Verification:
+    """Read and check every entry, and change nothing; an encoder may use the directory meanwhile.
+
+    Raises CacheError for what is no cache's directory.
+    """
+    require_ours(os.fspath(path))
+    listing = scan(os.fspath(path))
+    whole = size = 0
+    damaged = [(os.path.basename(odd), "it is not a regular file") for odd in listing.odd]
+    for found in sorted(listing.entries, key=lambda found: found.path):
+        try:
+            with opened(found.path) as (descriptor, status):
+                load(descriptor, status, key_of(found.path))
+        except FileNotFoundError:  # evicted meanwhile
+            continue
+        except EntryError as error:
+            damaged.append((os.path.basename(found.path), str(error)))
+        except OSError as error:
+            damaged.append((os.path.basename(found.path), error.strerror or type(error).__name__))
+        else:
+            whole, size = whole + 1, size + found.bytes
+    return Verification(whole, size, tuple(damaged), len(listing.temporaries), len(listing.strangers))
+
+
+def clear(path: str | Path) -> Description:
+    """Remove all that a cache put there, and say what it was; the directory stays a cache's.
+
+    Raises CacheLockedError while an encoder uses it, and CacheError for what is no cache's directory.
+    """
+    require_ours(os.fspath(path))
+    lock = Lock(os.fspath(path), shared=False)
+    try:
+        before, listing = describe(path), scan(os.fspath(path))
+        sweep(listing)
+        for found in listing.entries:
+            remove(found.path)
+    except OSError as error:
+        raise CacheError(f"{path} cannot be cleared: {error.strerror}") from error
+    finally:
+        lock.release()
+    return before
