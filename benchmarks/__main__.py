@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-TABLES = ("preprocess", "plan", "tower", "overhead", "imports")
+TABLES = ("preprocess", "plan", "tower", "overhead", "cache", "imports")
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ probe, and how preprocessing grows with its threads.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,14 +20,14 @@ from mm_encoder.engine.job import Job
 from mm_encoder.engine.tally import Tally
 from mm_encoder.families.glm53 import GlmTower
 
-from .samples import photo
+from .samples import photo, temporary_folder
 from .timing import table
 
 ROUNDS = 200
 
 
 def main() -> None:
-    checkpoint = make_checkpoint(Path(tempfile.mkdtemp(prefix="mm-encoder-bench-")) / "checkpoint")
+    checkpoint = make_checkpoint(temporary_folder() / "checkpoint")
     forward = GlmTower.forward
     try:
         # A stub: only the engine's own time is wanted, and a real tower's noise would drown it.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import io
+import shutil
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -29,9 +31,16 @@ def photo(width: int, height: int, kind: str = "JPEG", noise: int = 0) -> bytes:
 
 def glm53_config_folder() -> Path:
     """The released GLM-5.3 settings, without weights, as the peers read them too."""
-    folder = Path(tempfile.mkdtemp(prefix="mm-encoder-bench-"))
+    folder = temporary_folder()
     write_config(folder, released_size=True)
     return folder
+
+
+def temporary_folder() -> Path:
+    """A folder that is gone when the process ends."""
+    folder = tempfile.mkdtemp(prefix="mm-encoder-bench-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def version(package: str) -> str:

@@ -115,8 +115,9 @@ class Checkpoint:
             with self._open(self.files[name]) as shard:
                 tensor = shard.get_tensor(name)
             head = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
-            data = tensor.contiguous().flatten().view(torch.uint8).numpy()
-            return hashlib.sha256(len(head).to_bytes(8, "little") + head + memoryview(data)).digest()
+            hasher = hashlib.sha256(len(head).to_bytes(8, "little") + head)
+            hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+            return hasher.digest()
 
         with ThreadPoolExecutor(usable_cpus()) as pool:  # hashing and reading leave the GIL alone
             return hashlib.sha256(b"".join(pool.map(one, names))).hexdigest()
