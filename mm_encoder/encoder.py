@@ -249,7 +249,8 @@ class Encoder:
         """Encode one image into named tensors: `embeddings` [rows, width] on the device, and int64
         `embedding_offsets` [2] and `grid_thws` [1, 3] on the CPU. Raises as `generate`.
         """
-        return _named(self.submit(data).result())
+        check_input(data, None)
+        return _named(self.generate(data)[0])
 
     async def encode_image_async(self, data: ImageInput) -> dict[str, torch.Tensor]:
         """`encode_image` for an event loop, see `generate_async`."""

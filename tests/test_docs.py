@@ -36,7 +36,13 @@ def diagram(of: type[StrEnum]) -> Steps:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """Every step that a job takes while the test runs."""
     steps: Steps = set()
-    moved = Job.moved
+    moved, end = Job.moved, Job.end
+
+    def ended(one: Job) -> JobState | None:
+        before = end(one)
+        if before is not None:
+            steps.add((before.name.lower(), "done"))
+        return before
 
     def noted(one: Job, state: JobState) -> None:
         before = one.state
@@ -45,6 +51,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Steps:
             steps.add((before.name.lower(), one.state.name.lower()))
 
     monkeypatch.setattr(Job, "moved", noted)
+    monkeypatch.setattr(Job, "end", ended)
     return steps
 
 

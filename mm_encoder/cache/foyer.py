@@ -45,7 +45,6 @@ _REGION = 16 * 1024**2
 _MIN_REGIONS = 4  # with fewer foyer's close() hangs
 _CHUNK = 4_150_000  # four to a region, with foyer's own headers
 _BATCH = 3  # chunks at a time: foyer's queue holds 16 MiB, and drops the rest
-_MAX_RECORD = 16_700_000  # longer ones foyer never writes
 _NONCE = 16
 _ATTEMPTS = 8  # manifests that one key may have; all but the newest are broken
 _SHARDS = 8  # each keeps one entry in memory, however small the capacity
@@ -164,8 +163,6 @@ class FoyerTier(DiskTier):
         whole = header.payload_bytes // _CHUNK
         if header.payload_bytes != whole * _CHUNK + len(tail):
             raise codec.EntryError(f"{len(tail)} bytes left of {header.payload_bytes} in chunks of {_CHUNK}")
-        if whole > self._max_chunks:
-            raise codec.EntryError(f"{header.payload_bytes} bytes are more than fit")
         rows = codec.empty_rows(header)
         payload = codec.payload_view(rows)
         for index in range(whole):
@@ -185,10 +182,8 @@ class FoyerTier(DiskTier):
         manifest = b"".join((nonce, header, payload[whole * _CHUNK :]))
         used = [n for n in range(_ATTEMPTS) if cache.contains(self._manifest(key, n))]
         attempt = used[-1] + 1 if used else 0
-        if whole > self._max_chunks or len(manifest) > _MAX_RECORD or attempt == _ATTEMPTS:
-            raise ValueError(
-                f"{len(payload)} bytes of rows, {len(header)} of header, {len(used)} times damaged before"
-            )
+        if whole > self._max_chunks or attempt == _ATTEMPTS:
+            raise ValueError(f"{len(payload)} bytes of rows, {len(used)} times damaged before")
         for first in range(0, whole, _BATCH):
             names = [self._chunk(nonce, index) for index in range(first, min(first + _BATCH, whole))]
             for index, name in enumerate(names, first):
@@ -419,7 +414,6 @@ def _prepare(path: Path, regions: int) -> bytes:
         for name in sorted(files):
             descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
-                os.ftruncate(descriptor, _REGION)
                 os.posix_fallocate(descriptor, 0, _REGION)
             finally:
                 os.close(descriptor)

@@ -57,22 +57,30 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
     """The same on the running loop, where nothing may take long: a preprocessing thread opens the image
     and asks for room for its bytes.
     """
+
+    def queue(turn: Turn | None) -> None:
+        if turn is None or turn.exception() is None:
+            job.stage_done("line")
+            scheduler.queue(job)
+
     with _refusals(job):
         scheduler.begin(job)
         if job.over:
             return
         turn = scheduler.slots.enter(job, 1)
         scheduler.deadlines.watch(job)
-        if turn is not None:
-            try:
-                async with asyncio.timeout(timeout):
-                    await arrival(turn)
-            except TimeoutError:
-                _give_up(scheduler.slots, job)
-            else:
-                turn.result()
-        job.stage_done("line")
-        scheduler.queue(job)
+        if turn is None:
+            queue(None)
+            return
+        # By whoever gives the slot: it must not lie idle for as long as the loop is busy elsewhere.
+        turn.add_done_callback(queue)
+        try:
+            async with asyncio.timeout(timeout):
+                await arrival(turn)
+        except TimeoutError:
+            _give_up(scheduler.slots, job)
+            await arrival(turn)
+        turn.result()
 
 
 async def arrival(future: Future[Any]) -> None:
@@ -119,8 +127,9 @@ def _wait(budget: Budget[Job], job: Job, turn: Turn | None, until: float | None)
             turn.result(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
     except TimeoutError:
         _give_up(budget, job)
+        turn.result()
 
 
 def _give_up(budget: Budget[Job], job: Job) -> None:
-    if budget.withdraw(job):  # else the turn came in the last moment
+    if budget.withdraw(job):  # else it came, or was refused, in the last moment
         raise EncoderBusyError("the queue is full and no room came free within the timeout")

@@ -53,7 +53,8 @@ class Call:
         try:
             yield
         except CancelledError:  # nobody but an encoder that is being left by an exception cancels these
-            raise EncoderClosedError("the encoder was closed before it came to this image") from None
+            place = "" if self._single else f"images[{index}]: "
+            raise EncoderClosedError(f"{place}the encoder was closed before it came to this image") from None
         except (MMEncoderError, TypeError) as error:
             if self._single:
                 raise

@@ -132,6 +132,13 @@ class Job(Promise):
             if self.state is not JobState.DONE:
                 self.state = state
 
+    def end(self) -> JobState | None:
+        """It is done: where it was, for the one who says so first."""
+        with self._lock:
+            before = self.state
+            self.state = JobState.DONE
+            return None if before is JobState.DONE else before
+
     def stage_done(self, stage: str) -> None:
         """Book the time since the last stage ended, in milliseconds, under `stage`."""
         now = time.perf_counter()

@@ -66,8 +66,7 @@ class Scheduler:
                 insort(self._queued, job, key=_by_number)
                 self._to_prepare.notify()
         if over:
-            self._give_back(job)
-            job.let_go()
+            self._part(job)
 
     def require_open(self) -> None:
         """Raise EncoderClosedError after `close`, ReplicaError when no replica is left."""
@@ -120,8 +119,7 @@ class Scheduler:
                 insort(self._ready, job, key=_by_number)
                 self._to_run.notify()
         if over:
-            self._give_back(job)
-            job.let_go()
+            self._part(job)
         elif turn is not None:
             turn.add_done_callback(lambda _: self.queue(job))
         for waiting in quiet:
@@ -143,10 +141,11 @@ class Scheduler:
                     job.moved(JobState.RUNNING)
                 else:
                     worker.take(None)
-            self._give_back(job)
             if started:
+                self._give_back(job)
                 job.at_start()
                 return job
+            self._part(job)
 
     def lost(self, worker: Worker, cause: BaseException) -> None:
         """A replica's thread ends for good: its job fails, and with the last replica all that waits."""
@@ -187,26 +186,35 @@ class Scheduler:
         self.slots.close(partial(again, error))
 
     def _over(self, job: Job, error: BaseException | None) -> None:
-        """A job has its outcome, in whatever thread gave it that."""
+        """A job has its outcome, in whatever thread gave it that, or noticed first that it was cancelled."""
+        before = job.end()
+        if before is None:
+            return
         self.tally.ended(job, error)
         with self._to_prepare:
             busy = job in self._preparing
-            opening = job.state is JobState.OPENING
             for room in (self._queued, self._ready):
                 if job in room:
                     room.remove(job)
-            job.moved(JobState.DONE)
         if not busy:
             self._give_back(job)
-        if not busy and not opening:  # else it is let go of by the thread that has it
+        if not busy and before is not JobState.OPENING:  # else it is let go of by the thread that has it
             job.let_go()
         self.deadlines.forget(job)
 
     def _cancelled(self, watch: weakref.ref[Job], future: Future[ImageResult]) -> None:
-        job = watch()
+        job = watch()  # None where a thread that had it noticed first
         if job is not None and future.cancelled():
             self._over(job, CancelledError())
             job.tell_cancelled()
+
+    def _part(self, job: Job) -> None:
+        """Let go of a job that is over. It may have been cancelled just now, and nobody been told yet."""
+        if job.future.cancelled():
+            self._over(job, CancelledError())
+            job.tell_cancelled()
+        self._give_back(job)
+        job.let_go()
 
     def _give_back(self, job: Job) -> None:
         self.bytes.leave(job)
