@@ -7,6 +7,7 @@ job is about to be decoded: it then has its room, and the key is that of the ver
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,8 @@ from .engine.deadlines import Deadlines
 from .engine.engine import Engine
 from .engine.job import Job, Joined, Promise, again
 from .errors import PlanMismatchError
+
+logger = logging.getLogger("mm_encoder")
 
 Identify = Callable[[Job], str]
 """The `mm_hash` of a job's image; may raise."""
@@ -82,7 +85,7 @@ class Front:
         key = self.cache.keys.key(mm_hash, job.options)
         entry = self.cache.get(key)
         if entry is not None:
-            ask.answer(self._result(entry, ask))
+            _answer(ask, partial(self._result, entry, ask))
             return True
         flight = self._flights.join(key, ask)
         if flight is None:
@@ -93,29 +96,31 @@ class Front:
 
     def board(self, ask: Ask, job: Job) -> None:
         """A flight of its own for `ask`, which waits on the ground for the job to get its room."""
-        flight = job.flight = Flight(ask, job.future.cancel)
+        flight = job.flight = Flight(ask, job.give_up)
+        job.asked = ask.future
         job.at_start = flight.begin
         job.future.add_done_callback(partial(self._landed, flight))
         self._seat(ask, flight)
 
-    def take_off(self, job: Job) -> bool:
-        """Whether `job`, whose `mm_hash` is known, is to be encoded. If its result came to memory, or another
-        flight took off for it, its asks get that, and it is over.
+    def take_off(self, job: Job) -> Callable[[], None] | None:
+        """What is to be done instead of encoding `job`, whose `mm_hash` is known: its result may have come to
+        memory, another flight may have taken off for it, or nobody waits any more.
         """
         flight: Flight[Ask] = job.flight
         key = self.cache.keys.key(job.mm_hash, job.options)
         while True:
             if self._flights.take_off(key, flight):
+                if not flight.join():  # given up while the image was hashed
+                    self._flights.end(flight)
+                    return lambda: None
                 # Results are kept before flights end, so what ended before this one began is there.
                 entry = self.cache.memory(key)
                 if entry is None:
                     flight.tag = job.mm_hash, job.options, job.consumer
                     self.cache.count("misses")
-                    return True
+                    return None
                 self.cache.count("memory_hits")
-                for ask in self._flights.end(flight):
-                    ask.answer(self._result(entry, ask))
-                break
+                return partial(self._give, flight, job, entry)
             asks = flight.asks()
             other = self._flights.join(key, *asks)
             if other is not None:
@@ -123,9 +128,12 @@ class Front:
                 flight.land()
                 for ask in asks:
                     self._seat(ask, other)
-                break
+                return partial(job.drop, Joined())
+
+    def _give(self, flight: Flight[Ask], job: Job, entry: Entry) -> None:
+        for ask in self._flights.end(flight):
+            _answer(ask, partial(self._result, entry, ask))
         job.drop(Joined())
-        return False
 
     def _seat(self, ask: Ask, flight: Flight[Ask]) -> None:
         ask.flight = flight
@@ -133,22 +141,30 @@ class Front:
             flight.leave(ask)
 
     def _landed(self, flight: Flight[Ask], future: Future[ImageResult]) -> None:
+        """A job is done, in whatever thread: its asks get what it got, and nothing may come between."""
         if future.cancelled():
             for ask in self._flights.end(flight):
-                ask.future.cancel()
+                ask.cancel()
             return
         error = future.exception()
-        if error is None:
-            result = future.result()
-            _, _, first = flight.tag
-            self._keep(flight, result)
-            for ask in self._flights.end(flight):
-                if result.tensor.device.type != "cpu":
-                    self._transfers.share(result.tensor, first, ask.consumer)
-                ask.answer(result)
-        else:
+        if error is not None:
             for ask in self._flights.end(flight):
                 ask.refuse(again(error))
+            return
+        result = future.result()
+        try:
+            self._keep(flight, result)
+        except Exception:
+            self.cache.count("errors")
+            logger.exception("a result was not kept", extra={"mm_event": "cache_error"})
+        for ask in self._flights.end(flight):
+            _answer(ask, partial(self._shared, result, flight, ask))
+
+    def _shared(self, result: ImageResult, flight: Flight[Ask], ask: Ask) -> ImageResult:
+        if result.tensor.device.type != "cpu":
+            _, _, first = flight.tag
+            self._transfers.share(result.tensor, first, ask.consumer)
+        return result
 
     def _keep(self, flight: Flight[Ask], result: ImageResult) -> None:
         mm_hash, options, consumer = flight.tag
@@ -194,7 +210,7 @@ class CachedEngine:
             await arrival(looking)
             found = looking.result()
         except BaseException:
-            ask.future.cancel()
+            ask.cancel()
             raise
         if not found:
             self._front.board(ask, job)
@@ -223,10 +239,18 @@ class CachedEngine:
         return found or ask.future.done()
 
 
+def _answer(ask: Ask, result: Callable[[], ImageResult]) -> None:
+    """Give an ask its result, or what came of making it: no ask may be left without an outcome."""
+    try:
+        ask.answer(result())
+    except Exception as error:
+        ask.refuse(error)
+
+
 def _ended(deadlines: Deadlines, ask: Ask, error: BaseException | None) -> None:
     deadlines.forget(ask)
     if ask.flight is not None:
-        ask.flight.leave(ask)
+        ask.flight.leave(ask, error)
 
 
 def _cancelled(watch: weakref.ref[Ask], deadlines: Deadlines, future: Future[ImageResult]) -> None:

@@ -259,21 +259,24 @@ def consumer_stream(device: torch.device) -> Any:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """What of a device and of Torch's settings may change the bits of a result."""
+    """What of a device and of Torch may change the bits of a result, and stays as it is."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         kind = {"device": properties.name, "capability": f"{properties.major}.{properties.minor}"}
-        # Not torch.get_float32_matmul_precision(), which raises once the host has set one of these instead.
-        precision = torch.backends.cuda.matmul.fp32_precision
     else:
         kind = {"device": f"cpu {platform.machine()}", "capability": torch.backends.cpu.get_cpu_capability()}
-        precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    return {**kind, "torch": str(torch.__version__), "cuda": str(torch.version.cuda or "none")}
+
+
+def settings(device: torch.device) -> dict[str, str]:
+    """The settings of Torch's that may change the bits of a result, as the host has them now."""
+    # Not torch.get_float32_matmul_precision(), which raises once the host has set one of these instead.
+    if device.type == "cpu":
+        return {"matmul precision": torch.backends.mkldnn.matmul.fp32_precision}  # type: ignore[attr-defined]
+    matmul = torch.backends.cuda.matmul
     return {
-        **kind,
-        "torch": str(torch.__version__),
-        "cuda": str(torch.version.cuda or "none"),
-        "matmul precision": str(precision),
-        "bf16 reductions": str(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+        "matmul precision": matmul.fp32_precision,
+        "bf16 reductions": str(matmul.allow_bf16_reduced_precision_reduction),
     }
 
 

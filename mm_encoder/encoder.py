@@ -126,8 +126,9 @@ class Encoder:
         )
         front = None
         if cache is not None:
-            opened = Cache(cache, partial(steps.identity, self._family, self.device, self.dtype))
-            front = Front(opened, open_transfers(self.device, handoff), cache.results, workers)
+            transfers = open_transfers(self.device, handoff)
+            opened = Cache(cache, partial(steps.keys, self._family, self.device, self.dtype))
+            front = Front(opened, transfers, cache.results, workers)
         self._front = front
         self._engine = Engine(
             settings,
@@ -195,11 +196,13 @@ class Encoder:
     ) -> list[ImageResult]:
         """`generate` for an event loop, which is never blocked; no thread waits for the call.
 
-        The images are opened in preprocessing threads: they must not be changed before this returns. When
-        the task is cancelled, so is what no replica has taken yet.
+        The images are opened in preprocessing threads: they must not be changed before this returns.
+        `timeout` is for a slot in the queue; where only the bytes of an opened image do not fit yet, it waits
+        without it. When the task is cancelled, so is what no replica has taken yet.
         """
         self._engine.require_usable()
         call = Call(images, expected_tokens)
+        future = quiet = None
         try:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
@@ -219,6 +222,7 @@ class Encoder:
         finally:  # of a cancelled task too, or one whose loop is gone: nothing may be waited for here
             call.cancel()
             call.futures.clear()
+            del future, quiet
 
     def submit(
         self,
@@ -295,11 +299,16 @@ class Encoder:
         closed: Future[None] = Future()
 
         def close(engine: Engine) -> None:
-            engine.close(drain=drain)
-            closed.set_result(None)
+            try:
+                engine.close(drain=drain)
+            except BaseException as error:
+                closed.set_exception(error)
+            else:
+                closed.set_result(None)
 
         threading.Thread(target=close, args=(self._engine,), name="mm-encoder-close", daemon=True).start()
         await arrival(closed)
+        closed.result()
 
     def __enter__(self) -> Encoder:
         return self

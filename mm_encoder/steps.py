@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from .cache.key import Keys
 from .cached import Identify
 from .config import MediaLimits
-from .device import Lane, describe
+from .device import Lane, describe, settings
 from .engine.admission import OpenImage
 from .engine.job import Job
 from .engine.preprocess import Prepare
@@ -49,27 +51,32 @@ def identify(family: Family, limits: MediaLimits, model: str) -> Identify:
     return run
 
 
-def prepare(
-    family: Family, limits: MediaLimits, model: str, take_off: Callable[[Job], bool] | None = None
-) -> Prepare:
-    """What a preprocessing thread does with an opened job. `take_off` says whether the job is still to be
-    encoded, once its `mm_hash` is known.
+def prepare(family: Family, limits: MediaLimits, model: str, take_off: Prepare | None = None) -> Prepare:
+    """What a preprocessing thread does with an opened job. `take_off` is asked, once its `mm_hash` is known,
+    whether there is something to be done instead.
     """
 
-    def run(job: Job) -> None:
+    def run(job: Job) -> Callable[[], None] | None:
         source, job.source = job.source, None
         assert source is not None
         assert job.plan is not None
         job.mm_hash = job.mm_hash or source.mm_hash(model)
         job.stage_done("hash")
-        if take_off is not None and not take_off(job):
-            return
+        instead = None if take_off is None else take_off(job)
+        if instead is not None:
+            return instead
         picture = source.decode(limits)
         job.stage_done("decode")
         job.patches = family.patches(picture, job.plan)
         job.stage_done("patches")
+        return None
 
     return run
+
+
+def keys(family: Family, device: torch.device, dtype: torch.dtype) -> Keys:
+    """What makes the keys of an encoder's results. Reads the vision tensors."""
+    return Keys(identity(family, device, dtype), partial(settings, device))
 
 
 def identity(family: Family, device: torch.device, dtype: torch.dtype) -> dict[str, str]:

@@ -38,6 +38,7 @@ from mm_encoder import (
 )
 from mm_encoder.cache.memory import live_cpu_bytes_process
 from mm_encoder.families.glm53 import Glm53, GlmTower
+from mm_encoder.media.source import Source
 
 from .helpers import until
 
@@ -117,6 +118,7 @@ def on_disk(path: Path) -> dict[str, Any]:
 def nothing_left(encoder: Encoder) -> None:
     """No image under way, no room in use, no flight."""
     until(lambda: encoder.stats().in_flight == 0)
+    until(lambda: all(worker.busy_s is None for worker in encoder.health().preprocessing))
     health = encoder.health()
     assert (health.queue_length, health.queue_bytes, health.waiting) == (0, 0, 0)
     assert encoder._front is not None
@@ -387,6 +389,171 @@ def test_a_deadline_is_each_callers_own(make: Make, work: Work) -> None:
     assert blocker.result(timeout=30)
     assert isinstance(encoder.submit(png(), deadline=1e-9).exception(timeout=0), DeadlineExceededError)
     nothing_left(encoder)
+
+
+def test_a_late_image_is_counted_as_late(make: Make, work: Work) -> None:
+    encoder = make(queue_depth=8)
+    work.hold()
+    blocker = encoder.submit(png(9))
+    work.wait()
+    late = encoder.submit(png(), deadline=time.monotonic() + 0.1)
+    assert isinstance(late.exception(timeout=30), DeadlineExceededError)
+    until(lambda: encoder.stats().late == 1)
+    assert encoder.stats().cancelled == 0
+    work.opened.set()
+    assert blocker.result(timeout=30)
+
+
+def test_generate_ends_when_nothing_of_it_is_prepared_any_more(
+    make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = make(queue_depth=8, preprocess_workers=2)
+    inside, opened = threading.Event(), threading.Event()
+    patches = Glm53.patches
+
+    def slow(*arguments: Any) -> Any:
+        inside.set()
+        assert opened.wait(30)
+        return patches(*arguments)
+
+    monkeypatch.setattr(Glm53, "patches", slow)
+    calls = (encoder.generate, lambda images: asyncio.run(encoder.generate_async(images)))
+    for seed, call in enumerate(calls):
+        inside.clear()
+        opened.clear()
+        ended = threading.Event()
+
+        def ask(call: Any = call, ended: threading.Event = ended, seed: int = seed) -> None:
+            with pytest.raises(MediaDecodeError):
+                call([png(seed), png(4)[:-20]])
+            ended.set()
+
+        caller = threading.Thread(target=ask)
+        caller.start()
+        assert inside.wait(30)
+        assert not ended.wait(0.1)
+        opened.set()
+        caller.join(30)
+        assert ended.is_set()
+        nothing_left(encoder)
+
+
+@pytest.mark.parametrize("where", ["keep", "share", "give"])
+def test_a_bug_while_results_are_handed_out_leaves_nobody_waiting(
+    make: Make, work: Work, monkeypatch: pytest.MonkeyPatch, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = make(queue_depth=8, preprocess_workers=1)
+    front = encoder._front
+    assert front is not None
+
+    def broken(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        if where == "keep":
+            patch.setattr(front.cache, "put", broken)
+        elif where == "share":
+            patch.setattr(front, "_shared", broken)
+        else:
+            patch.setattr(front, "_result", broken)
+            work.hold()
+            # Two of one image with another between them: the last finds the first's result at take-off.
+            asks = [encoder.submit(png(seed)) for seed in (1, 0)]
+            work.wait()
+            asks.append(encoder.submit(png(1)))
+            work.opened.set()
+        if where != "give":
+            asks = [encoder.submit(png()) for _ in range(3)]
+        outcomes = [ask.exception(timeout=30) for ask in asks]
+    assert where != "keep" or outcomes == [None] * 3
+    assert where != "share" or isinstance(outcomes[0], ReplicaError)
+    assert encoder.submit(png()).result(timeout=30)
+    nothing_left(encoder)
+    assert where != "keep" or (encoder.cache_stats().errors == 1 and "a result was not kept" in caplog.text)
+
+
+def test_callbacks_of_what_was_found_late_hold_no_cpu(
+    make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a callback that waits for another encoder could wait for the CPU that it holds itself."""
+    permits = threading.BoundedSemaphore(1)
+    monkeypatch.setattr("mm_encoder.engine.preprocess._CPUS", permits)
+    encoder, other = make(queue_depth=8, preprocess_workers=1), make(preprocess_workers=1)
+    work.hold()
+    blocker = encoder.submit(png(9))
+    work.wait()
+    first = encoder.submit(png())
+    until(lambda: encoder.cache_stats().misses == 2)
+    assert encoder._front is not None
+    find = encoder._front.find
+    # As if both had been looked up before either was known.
+    monkeypatch.setattr(encoder._front, "find", lambda *_: False)
+    second = encoder.submit(png())
+    monkeypatch.setattr(encoder._front, "find", find)
+    answers: list[ImageResult] = []
+    second.add_done_callback(lambda _: answers.extend(other.generate(png(3))))
+    work.opened.set()
+    assert second.result(timeout=30)
+    until(lambda: len(answers) == 1)
+    assert first.result(timeout=30)
+    assert blocker.result(timeout=30)
+
+
+def test_an_image_that_is_given_up_while_it_is_hashed_leaves_no_flight(
+    make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = make(queue_depth=8, preprocess_workers=1)
+    array = np.zeros((30, 30, 3), np.uint8)
+    hashed, opened = threading.Semaphore(0), threading.Event()
+    mm_hash = Source.mm_hash
+
+    def slow(source: Source, model: str) -> str:
+        if threading.current_thread().name.startswith("mm-encoder-prep"):
+            hashed.release()
+            assert opened.wait(30)
+        return mm_hash(source, model)
+
+    monkeypatch.setattr(Source, "mm_hash", slow)
+    ask = encoder.submit(array)
+    assert hashed.acquire(timeout=30)
+    assert ask.cancel()
+    opened.set()
+    until(lambda: encoder.health().preprocessing[0].busy_s is None)
+    nothing_left(encoder)
+    assert (work.decoded, encoder.cache_stats().misses) == (0, 0)
+
+
+def test_a_kept_fault_of_generate_async_keeps_no_results(make: Make, work: Work) -> None:
+    encoder = make(memory_bytes=0)
+    watches: list[weakref.ref[torch.Tensor]] = []
+    keep = encoder.submit(png(0)).result(timeout=30)
+    del keep
+
+    async def call() -> MediaError:
+        try:
+            await encoder.generate_async([png(1), png(2)[:-20]])
+        except MediaError as error:
+            return error
+        raise AssertionError("it did not fail")
+
+    forward = GlmTower.forward
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        rows = forward(*arguments)
+        watches.append(weakref.ref(rows))
+        return rows
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GlmTower, "forward", watched)
+            error = asyncio.run(call())
+        encoder.generate(png(3))
+        assert error is not None
+        until(lambda: all(watch() is None for watch in watches))
+    finally:
+        gc.enable()
 
 
 def test_hits_pass_a_full_queue(make: Make, work: Work) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import io
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from mm_encoder import (
     DeviceOutOfMemoryError,
     Encoder,
     EncoderBusyError,
+    EncoderClosedError,
     EncoderState,
     Health,
     ImageResult,
@@ -195,6 +197,52 @@ def test_a_replicas_thread_that_dies_between_jobs_is_noticed(glm53_checkpoint: P
             assert all(isinstance(outcome, ReplicaError) for outcome in outcomes)
         else:
             assert all(isinstance(outcome, ImageResult) for outcome in outcomes)
+
+
+def test_losing_the_last_replica_while_closing_is_still_closing(
+    glm53_checkpoint: Path, gate: Gate, gone: threading.Event
+) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu")
+    running = encoder.submit(png())
+    gate.wait()
+    closer = threading.Thread(target=encoder.close)
+    closer.start()
+    until(lambda: encoder.health().state == "draining")
+    gone.set()
+    gate.failing.append(RuntimeError("CUDA error: gone"))
+    gate.opened.set()
+    closer.join(30)
+    assert isinstance(running.exception(timeout=30), ReplicaError)
+    with pytest.raises(EncoderClosedError):
+        encoder.submit(png())
+
+
+@pytest.mark.parametrize("way", ["with", "async with"])
+def test_a_callback_that_exits_does_not_stop_the_closing(
+    glm53_checkpoint: Path, gate: Gate, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=9)
+    running = encoder.submit(png())
+    gate.wait()
+    waiting = submitted(encoder, 3)
+    for future in waiting:
+        future.add_done_callback(lambda _: sys.exit(3))
+    threading.Timer(0.1, gate.opened.set).start()
+
+    async def leave() -> None:
+        async with encoder:
+            raise KeyError
+
+    def leave_by_with() -> None:
+        with encoder:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        asyncio.run(asyncio.wait_for(leave(), 30)) if way == "async with" else leave_by_with()
+    assert running.result(timeout=0)
+    assert all(future.cancelled() for future in waiting)
+    assert encoder.health().state == "closed"
+    assert "a callback on a result failed" in caplog.text
 
 
 def kill(thread: threading.Thread) -> None:

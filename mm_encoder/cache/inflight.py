@@ -18,19 +18,20 @@ class Waits(Protocol):
 
 
 A = TypeVar("A", bound=Waits)
+GiveUp = Callable[[BaseException | None], object]
 
 
 class Flight(Generic[A]):
-    """The asks that wait for one piece of work. `cancel` is called when the last has gone; `tag` is for
-    whoever lands it.
+    """The asks that wait for one piece of work. `give_up` is called when the last has gone, with its reason;
+    `tag` is for whoever lands it.
     """
 
-    def __init__(self, first: A, cancel: Callable[[], object]) -> None:
+    def __init__(self, first: A, give_up: GiveUp) -> None:
         self.key = b""
         self.tag: Any = None
         self._asks: list[A] | None = [first]
         self._running = False
-        self._cancel: Callable[[], object] | None = cancel
+        self._give_up: GiveUp | None = give_up
         self._lock = threading.Lock()
 
     def join(self, *asks: A) -> bool:
@@ -51,15 +52,17 @@ class Flight(Generic[A]):
             for ask in self._asks or ():
                 ask.begin()
 
-    def leave(self, ask: A) -> None:
-        """Wait no more."""
+    def leave(self, ask: A, why: BaseException | None = None) -> None:
+        """Wait no more, because of `why`; None: it was cancelled."""
+        give_up = None
         with self._lock:
             if self._asks is None or not any(other is ask for other in self._asks):
                 return
             self._asks = [other for other in self._asks if other is not ask] or None
-            cancel = None if self._asks else self._cancel
-        if cancel is not None:
-            cancel()
+            if self._asks is None:
+                give_up, self._give_up = self._give_up, None
+        if give_up is not None:
+            give_up(why)
 
     def asks(self) -> list[A]:
         """Those who wait at this moment."""
@@ -70,7 +73,7 @@ class Flight(Generic[A]):
         """End it; returns those who waited. Nobody can join any more."""
         with self._lock:
             asks, self._asks = self._asks, None
-            self._cancel = None  # it belongs to the work's future, which may know the flight
+            self._give_up = None  # it belongs to the work, which knows the flight
             return asks or []
 
 
@@ -88,7 +91,9 @@ class Flights(Generic[A]):
         return flight if flight is not None and flight.join(*asks) else None
 
     def take_off(self, key: bytes, flight: Flight[A]) -> bool:
-        """Be the flight under `key`; False if there is another that can be joined."""
+        """Be the flight under `key`; False if there is another that can be joined. One that has landed or was
+        given up meanwhile may be ended once more.
+        """
         with self._lock:
             other = self._flights.get(key)
             if other is not None and other.join():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ..config import ImageOptions
 
@@ -29,10 +29,12 @@ def digest(fields: Iterable[tuple[str, str]]) -> bytes:
 class Keys:
     """Makes the keys of one encoder from `identity`, what all its results depend on, by name.
 
-    The order of `identity` does not matter. `bump` starts a new epoch: all keys are others from then on.
+    The order of `identity` does not matter. `settings` are what the host may change at any time; they are
+    asked for each key. `bump` starts a new epoch: all keys are others from then on.
     """
 
-    def __init__(self, identity: Mapping[str, str]) -> None:
+    def __init__(self, identity: Mapping[str, str], settings: Callable[[], Mapping[str, str]] = dict) -> None:
+        self._settings = settings
         self.identity = {"key format": str(FORMAT), **dict(sorted(identity.items())), "epoch": ""}
         self.prefix = digest(self.identity.items())
 
@@ -43,13 +45,12 @@ class Keys:
 
     def fields(self, mm_hash: str, options: ImageOptions | None) -> dict[str, str]:
         """Everything that the key of one image covers."""
-        return {**self.identity, **_image(mm_hash, options)}
+        return {**self.identity, **self._image(mm_hash, options)}
 
     def key(self, mm_hash: str, options: ImageOptions | None) -> bytes:
         """The 32 bytes for one image: its `mm_hash` covers model, kind and content."""
-        return hashlib.sha256(self.prefix + digest(_image(mm_hash, options).items())).digest()
+        return hashlib.sha256(self.prefix + digest(self._image(mm_hash, options).items())).digest()
 
-
-def _image(mm_hash: str, options: ImageOptions | None) -> dict[str, str]:
-    options = options or ImageOptions()
-    return {"content": mm_hash, "exif_orientation": str(options.exif_orientation)}
+    def _image(self, mm_hash: str, options: ImageOptions | None) -> dict[str, str]:
+        orientation = str((options or ImageOptions()).exif_orientation)
+        return {"content": mm_hash, "exif_orientation": orientation, **self._settings()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
@@ -38,17 +38,17 @@ class _Waiting(NamedTuple):
 class Cache:
     """Two tiers and a writer thread; from any thread.
 
-    `identity` is called once the directory is open, since it reads all the weights. Raises CacheError where
-    the cache cannot be opened.
+    `keys` is called once the directory is open, since it reads all the weights. Raises CacheError where the
+    cache cannot be opened.
     """
 
-    def __init__(self, config: CacheConfig, identity: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self, config: CacheConfig, keys: Callable[[], Keys]) -> None:
         self._max_entry = config.max_entry_bytes
         self._max_backlog = max(_BACKLOG, config.max_entry_bytes)
         self._memory = MemoryTier(config.memory_bytes)
         self._disk = _open_disk(config)
         try:
-            self.keys = Keys(identity())
+            self.keys = keys()
         except BaseException:
             if self._disk is not None:
                 self._disk.close()
@@ -65,8 +65,13 @@ class Cache:
         self._writer.start()
 
     def memory(self, key: bytes) -> Entry | None:
-        """The entry, if it is in memory. Not counted."""
-        return self._memory.get(key)
+        """The entry, if it is in memory, or on its way from there to disk. Not counted."""
+        entry = self._memory.get(key)
+        if entry is not None:
+            return entry
+        with self._lock:
+            waiting = self._backlog.get(key)
+        return None if waiting is None or not waiting.in_memory else Entry(waiting.rows(), waiting.metadata)
 
     def get(self, key: bytes) -> Entry | None:
         """The entry, from memory or disk; its metadata's `cache` says which. Counts hits, not misses. Of
@@ -143,14 +148,18 @@ class Cache:
             if first:
                 self._reading[key] = Future()
         if waiting is not None:  # it may have left memory already
+            try:
+                entry = Entry(waiting.rows(), waiting.metadata)
+            except Exception:  # from a device; the writer will meet it too, and log it
+                return None
             self.count("memory_hits")
-            return Entry(waiting.rows(), waiting.metadata)
+            return entry
         if first:
             return self._read_disk(key)
-        entry = None if reading is None else reading.result()
-        if entry is not None:
+        found = None if reading is None else reading.result()
+        if found is not None:
             self.count("memory_hits")
-        return entry
+        return found
 
     def _read_disk(self, key: bytes) -> Entry | None:
         entry = None

@@ -12,7 +12,6 @@ from filelock import FileLock, Timeout
 from .. import steps
 from ..cache import upkeep
 from ..cache.directory import LOCK, require_ours
-from ..cache.key import Keys
 from ..config import CacheConfig, MediaLimits, model_name
 from ..contract import CacheStats
 from ..device import default_dtype, parse_device
@@ -80,7 +79,7 @@ def key(
         complain(str(image), error)
         return 1
     mm_hash = source.mm_hash(model_name(model, opened_checkpoint.name))
-    keys = Keys(steps.identity(rules, target, chosen_dtype(dtype) or default_dtype(target)))
+    keys = steps.keys(rules, target, chosen_dtype(dtype) or default_dtype(target))
     fields, hexadecimal = keys.fields(mm_hash, None), keys.key(mm_hash, None).hex()
     if as_json:
         print(json.dumps({"key": hexadecimal, "fields": fields}, indent=2))

@@ -32,6 +32,9 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
             return
         turn = scheduler.slots.enter(job, 1)
         scheduler.deadlines.watch(job)
+        if job.over:  # it came to its end meanwhile, and had no place in the line to leave
+            scheduler.queue(job)
+            return
         _wait(scheduler.slots, job, turn, until)
         if job.over:  # its deadline passed in the line
             scheduler.queue(job)
@@ -69,7 +72,7 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
             return
         turn = scheduler.slots.enter(job, 1)
         scheduler.deadlines.watch(job)
-        if turn is None:
+        if turn is None or job.over:
             queue(None)
             return
         # By whoever gives the slot: it must not lie idle for as long as the loop is busy elsewhere.

@@ -124,6 +124,8 @@ class Engine:
 
         In one of the engine's own threads, as from a result's callback, nothing is waited for.
         """
+        if os.getpid() != self._pid:  # in a forked child there is nothing to close
+            return
         atexit.unregister(self._at_exit)
         first = not self.scheduler.closed
         self._end(drain=drain)

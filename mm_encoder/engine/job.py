@@ -63,6 +63,10 @@ class Promise:
             self._begun = True
             return self.future.set_running_or_notify_cancel()
 
+    def cancel(self) -> None:
+        """Cancel the future, if that is still possible, in a thread that must survive its callbacks."""
+        _resolve(lambda _: self.future.cancel(), None)
+
     def tell_cancelled(self) -> None:
         """Release those who wait for the cancelled future; `cancel` alone leaves them waiting."""
         self.start()  # which, of a cancelled future, is all that it does
@@ -108,6 +112,8 @@ class Job(Promise):
     """Called once a replica has it."""
     flight: Any = None
     """Who waits for it, where there is a cache (see `cached.py`)."""
+    asked: Future[ImageResult] | None = None
+    """What the caller who began it holds instead of `future`, where there is a cache."""
     state: JobState = JobState.IN_LINE
     timings: dict[str, float] = field(default_factory=dict)
     """Milliseconds by stage."""
@@ -144,6 +150,13 @@ class Job(Promise):
         now = time.perf_counter()
         self.timings[stage] = self.timings.get(stage, 0.0) + (now - self._mark) * 1e3
         self._mark = now
+
+    def give_up(self, why: BaseException | None) -> None:
+        """Nobody waits for it any more; the last who did went because of `why`, or cancelled."""
+        if why is None:
+            self.cancel()
+        else:
+            self.drop(why)
 
     def let_go(self) -> None:
         """Hold no picture any more."""
@@ -202,7 +215,7 @@ def replica_error(what: str, cause: BaseException) -> ReplicaError:
     return error
 
 
-def _resolve(setter: Callable[[Any], None], value: Any) -> None:
+def _resolve(setter: Callable[[Any], object], value: Any) -> None:
     try:
         setter(value)
     except BaseException:

@@ -16,8 +16,10 @@ from .worker import Worker
 
 logger = logging.getLogger("mm_encoder")
 
-Prepare = Callable[[Job], None]
-"""Fills in `patches` and `mm_hash` and may raise; runs in a preprocessing thread."""
+Prepare = Callable[[Job], Callable[[], None] | None]
+"""Fills in `patches` and `mm_hash` and may raise; runs in a preprocessing thread. Where the result is there
+already it returns what gives it to those who wait, to be called once the CPU is given back.
+"""
 
 # All encoders of the process together prepare no more images at a time than it may use CPUs.
 _CPUS = threading.BoundedSemaphore(usable_cpus())
@@ -52,27 +54,30 @@ class Preprocessor(Worker):
 
     def _work(self) -> None:
         while (job := self._scheduler.next_to_prepare(self)) is not None:
-            turn = None
+            turn = instead = None
             job.stage_done("queue")
             try:
                 with _CPUS:
-                    turn = self._prepare_one(job)
+                    turn, instead = self._prepare_one(job)
+                if instead is not None:
+                    instead()  # callbacks may take long, or need a CPU of another encoder's
             except BaseException as error:
                 job.drop(error)
             finally:
                 del job  # an idle thread keeps no picture alive, nor does a turn's callback
                 self._scheduler.prepared(self, turn)
-                turn = None
+                turn = instead = None
 
-    def _prepare_one(self, job: Job) -> Turn | None:
-        """Prepare `job`, or return its turn at room for its bytes if it was opened here and has none."""
+    def _prepare_one(self, job: Job) -> tuple[Turn | None, Callable[[], None] | None]:
+        """Prepare `job`; or return its turn at room for its bytes, if it was opened here and has none; or
+        what is to be done instead.
+        """
         if job.over:
-            return None
+            return None, None
         if job.plan is None:
             self._open_image(job)
             job.stage_done("open")
             turn = self._scheduler.bytes.enter(job, job.nbytes)
             if turn is not None:
-                return turn
-        self._prepare(job)
-        return None
+                return turn, None
+        return None, self._prepare(job)

@@ -76,7 +76,7 @@ class Scheduler:
     def quiet(self, futures: Collection[Future[ImageResult]]) -> Turn | None:
         """When no job of these futures is in preparation any more: a cancelled one is let go of only then."""
         with self._to_prepare:
-            jobs = frozenset(job for job in self._preparing if job.future in futures)
+            jobs = frozenset(job for job in self._preparing if (job.asked or job.future) in futures)
             if not jobs:
                 return None
             turn = Turn()
@@ -158,7 +158,8 @@ class Scheduler:
             left = self.replicas_left
             self._to_run.notify_all()  # it may have been woken for a job that it did not take
         if not left:
-            self._refuse(error)
+            if not self.closed:
+                self._refuse(error)
             for job in self.slots.holders():
                 job.drop(again(error))
         job_of = worker.job
@@ -179,7 +180,7 @@ class Scheduler:
     def cancel_waiting(self) -> None:
         """Cancel every accepted job that no replica has taken."""
         for job in self.slots.holders():
-            job.future.cancel()
+            job.cancel()
 
     def _refuse(self, error: MMEncoderError) -> None:
         self._refusal = error

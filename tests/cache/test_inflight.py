@@ -21,7 +21,7 @@ class Waiting:
 
 def flight(*asks: Waiting) -> tuple[Flight[Waiting], list[str]]:
     cancelled: list[str] = []
-    made = Flight(asks[0], lambda: cancelled.append("cancelled"))
+    made = Flight(asks[0], lambda why: cancelled.append(str(why)))
     for ask in asks[1:]:
         assert made.join(ask)
     return made, cancelled
@@ -34,9 +34,17 @@ def test_work_is_cancelled_when_the_last_has_gone() -> None:
     made.leave(first)
     assert cancelled == []
     made.leave(second)
-    assert cancelled == ["cancelled"]
+    assert cancelled == ["None"]
     assert not made.join(Waiting())
     assert made.land() == []
+
+
+def test_the_work_is_told_why_the_last_has_gone() -> None:
+    first, second = Waiting(), Waiting()
+    made, given_up = flight(first, second)
+    made.leave(first, ValueError("first"))
+    made.leave(second, ValueError("second"))
+    assert given_up == ["second"]
 
 
 def test_landing_gives_those_who_are_left() -> None:

@@ -22,7 +22,7 @@ from mm_encoder.cache.key import Keys, digest
 from mm_encoder.engine.job import Job
 from mm_encoder.families.registry import load_family
 from mm_encoder.families.weights import Checkpoint
-from mm_encoder.steps import identify, identity
+from mm_encoder.steps import identify, identity, keys
 
 from ..conftest import GOLDEN
 from ..helpers import case
@@ -182,15 +182,9 @@ def test_other_tensors_do_not_count(checkpoint: Path) -> None:
     assert identity_of(checkpoint)["weights"] == before
 
 
-def test_settings_dtype_and_torchs_precision_count(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_and_dtype_count(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = identity_of(checkpoint)
     assert identity_of(checkpoint, torch.bfloat16) != before
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert identity_of(checkpoint) != before
-    finally:
-        torch.set_float32_matmul_precision(precision)
     for name in ("torch", "pillow", "simplejpeg"):
         assert before[name]
     edited(checkpoint / "config.json", lambda c: c["vision_config"].update(rms_norm_eps=2e-5))
@@ -201,6 +195,21 @@ def test_settings_dtype_and_torchs_precision_count(checkpoint: Path, monkeypatch
         lambda c: c["image_processor"].update(image_mean=[0.5, 0.5, 0.5]),
     )
     assert identity_of(checkpoint)["preprocessing"] != other["preprocessing"]
+
+
+def test_what_the_host_may_change_is_asked_for_each_key(checkpoint: Path) -> None:
+    _, family = load_family(checkpoint, None)
+    made = keys(family, CPU, torch.float32)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)  # set once, it is not called "none" any more
+    before = made.key("x", None)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert made.key("x", None) != before
+        assert made.fields("x", None)["matmul precision"] != ""
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert made.key("x", None) == before
 
 
 # --- content -----------------------------------------------------------------------------------------

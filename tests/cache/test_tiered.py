@@ -13,6 +13,7 @@ import torch
 from mm_encoder import CacheConfig, CacheError, ImageMetadata
 from mm_encoder.cache import tiered
 from mm_encoder.cache.entry import DiskStats, Entry
+from mm_encoder.cache.key import Keys
 from mm_encoder.cache.tiered import Cache
 
 from ..helpers import until
@@ -94,7 +95,7 @@ def opened() -> Iterator[Callable[..., Cache]]:
     caches: list[Cache] = []
 
     def make(**config: Any) -> Cache:
-        caches.append(Cache(CacheConfig(**({"memory_bytes": MIB} | config)), dict))
+        caches.append(Cache(CacheConfig(**({"memory_bytes": MIB} | config)), lambda: Keys({})))
         return caches[-1]
 
     yield make
@@ -249,6 +250,34 @@ def test_rows_that_are_still_on_a_device_are_fetched_behind(opened: Callable[...
     assert found.metadata.device == "cpu"
 
 
+def test_rows_that_cannot_be_fetched_are_a_miss(
+    opened: Callable[..., Cache], disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = opened()
+    disk.write_gate.clear()
+    cache.put(key(1), rows(1), metadata(rows(1)))  # keeps the writer busy
+
+    def broken() -> torch.Tensor:
+        raise RuntimeError("CUDA error")
+
+    cache.put_behind(key(2), broken, metadata(rows(2)), 128)
+    assert cache.get(key(2)) is None
+    disk.write_gate.set()
+    until(lambda: cache.stats().errors == 1)
+    assert cache.get(key(2)) is None
+
+
+def test_what_is_on_its_way_to_disk_is_in_memory_as_far_as_anyone_can_tell(
+    opened: Callable[..., Cache], disk: Disk
+) -> None:
+    cache = opened(memory_bytes=0)
+    disk.write_gate.clear()
+    cache.put(key(1), rows(1), metadata(rows(1)))
+    found = cache.memory(key(1))
+    assert found is not None
+    assert torch.equal(found.rows, rows(1))
+
+
 def test_closing_writes_what_is_waiting_and_lets_memory_go(opened: Callable[..., Cache], disk: Disk) -> None:
     cache = opened()
     disk.write_gate.clear()
@@ -304,5 +333,5 @@ def test_a_path_that_is_a_file_is_said_at_once(tmp_path: Path) -> None:
     path.write_text("x")
     before = threading.active_count()
     with pytest.raises(CacheError, match="file"):
-        Cache(CacheConfig(disk_path=path, disk_bytes=2**31), dict)
+        Cache(CacheConfig(disk_path=path, disk_bytes=2**31), lambda: Keys({}))
     assert threading.active_count() == before

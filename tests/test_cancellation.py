@@ -1,0 +1,471 @@
+"""Cancelled images at every stage, at random and in races; and one bad image among good ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, as_completed, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mm_encoder import (
+    DeadlineExceededError,
+    Encoder,
+    EncoderClosedError,
+    ImageResult,
+    MediaDecodeError,
+)
+from mm_encoder.engine.job import Job
+from mm_encoder.engine.scheduler import Scheduler
+from mm_encoder.families.glm53 import Glm53
+
+from .helpers import STAGES, Hold, Scene, case, hold_towers, in_flight, noise, nothing_left, saved, until
+
+threads = pytest.mark.threads
+
+HELD = tuple(stage for stage in STAGES if stage not in ("in line", "opening"))
+"""Stages at which the caller of submit has the future; test_async.py cancels at the others."""
+
+
+def png(width: int = 40, height: int = 40, seed: int = 0) -> bytes:
+    return saved(noise(width, height, seed=seed), "PNG")
+
+
+def mixed(count: int) -> list[bytes]:
+    return [png(20 + 13 * seed, 170 - 9 * seed, seed) for seed in range(count)]
+
+
+def same(result: ImageResult, wanted: ImageResult) -> bool:
+    return torch.equal(result.tensor, wanted.tensor) and result.metadata == wanted.metadata
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_compute_thread() -> Iterator[None]:
+    # The pictures are tiny: a second thread on them costs more than it brings.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A second outcome for a future would be logged, here or by concurrent.futures."""
+    yield
+    for when in ("setup", "call"):
+        assert [r.getMessage() for r in caplog.get_records(when) if r.levelno >= logging.WARNING] == []
+
+
+def started(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def joined(callers: list[threading.Thread]) -> None:
+    for caller in callers:
+        caller.join(60)
+        assert not caller.is_alive()
+
+
+# --- at every stage ----------------------------------------------------------------------------------
+
+
+@threads
+@pytest.mark.parametrize("stage", HELD)
+def test_cancelled_at_a_stage(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
+        outcomes: list[Future[ImageResult]] = []
+        future = scene.encoder.submit(scene.victim)
+        future.add_done_callback(outcomes.append)
+        scene.reached()
+        length = scene.encoder.health().queue_length
+        can = stage != "running"
+        assert future.cancel() == can
+        assert future.cancelled() == can
+        assert future.cancel() == can  # a second time says the same and changes nothing
+        # A thread that has it keeps its room until it is done with it.
+        assert scene.encoder.health().queue_length == length - (stage in ("queued", "ready"))
+        assert scene.encoder.stats().cancelled == can
+        scene.others_are_well()
+        if not can:
+            assert future.result(timeout=30).metadata.length
+        assert outcomes == [future]
+        assert future.cancel() == can
+        nothing_left(scene.encoder)
+
+
+@threads
+@pytest.mark.parametrize("stage", [stage for stage in HELD if stage != "running"])
+def test_whoever_waits_for_a_cancelled_image_is_released(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
+        future = scene.encoder.submit(scene.victim)
+        scene.reached()
+        released: list[str] = []
+
+        def by_result() -> None:
+            with pytest.raises(CancelledError):
+                future.result()
+            released.append("result")
+
+        def by_exception() -> None:
+            with pytest.raises(CancelledError):
+                future.exception()
+            released.append("exception")
+
+        def by_wait() -> None:
+            assert wait([future]).done == {future}
+            released.append("wait")
+
+        def by_as_completed() -> None:
+            assert list(as_completed([future])) == [future]
+            released.append("as_completed")
+
+        callers = [started(work) for work in (by_result, by_exception, by_wait, by_as_completed)]
+        until(lambda: len(future._waiters) == 2)
+        future.cancel()
+        joined(callers)  # while the stage is still held
+        assert sorted(released) == ["as_completed", "exception", "result", "wait"]
+        scene.others_are_well()
+
+
+@threads
+def test_without_being_told_they_would_wait(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The control of the test above.
+    with Scene("queued", glm53_checkpoint, monkeypatch) as scene:
+        future = scene.encoder.submit(scene.victim)
+        scene.reached()
+        monkeypatch.setattr(Job, "tell_cancelled", lambda _: None)
+        future.cancel()
+        assert wait([future], timeout=0.1).not_done == {future}
+
+
+@threads
+@pytest.mark.parametrize("stage", HELD)
+def test_without_giving_back_room_would_be_lost(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    # The control of test_cancelled_at_a_stage: what it looks at does show a leak.
+    with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
+        future = scene.encoder.submit(scene.victim)
+        kept: list[Job] = []
+        give_back = Scheduler._give_back
+        monkeypatch.setattr(Scheduler, "_give_back", lambda _, job: kept.append(job))
+        scene.reached()
+        future.cancel()
+        scene.let_go()
+        until(lambda: scene.encoder.stats().in_flight == 0)
+        assert all(in_flight(scene.encoder)[2:])
+        monkeypatch.setattr(Scheduler, "_give_back", give_back)
+        for job in kept:
+            scene.encoder._engine.scheduler._give_back(job)
+        scene.others_are_well()
+
+
+@threads
+def test_cancelling_what_is_done_changes_nothing(encoder: Encoder) -> None:
+    good, bad = encoder.submit(png()), encoder.submit(b"nothing")
+    result = good.result(timeout=30)
+    assert not good.cancel()
+    assert not bad.cancel()
+    assert good.result() is result
+    assert isinstance(bad.exception(), MediaDecodeError)
+    nothing_left(encoder)
+    assert encoder.stats().cancelled == 0
+
+
+@threads
+def test_cancelled_from_a_callback_of_another(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        Encoder(glm53_checkpoint, device="cpu", queue_depth=9) as encoder,
+        hold_towers(monkeypatch) as towers,
+    ):
+        first = encoder.submit(png())
+        towers.wait()
+        rest = [encoder.submit(image) for image in mixed(5)]
+        first.add_done_callback(lambda _: [future.cancel() for future in rest])
+        towers.let_go()
+        assert first.result(timeout=30)
+        wait(rest, timeout=30)
+        assert all(future.cancelled() for future in rest)
+        nothing_left(encoder)
+
+
+@threads
+def test_cancelled_while_its_caller_opens_it(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The caller has no future yet; who leaves the encoder by an exception cancels it all the same.
+    image = png()
+    encoder = Encoder(glm53_checkpoint, device="cpu")
+    with Hold(monkeypatch, Glm53, "open") as opening:
+        told: list[Future[ImageResult]] = []
+        caller = started(lambda: told.append(encoder.submit(image)))
+        opening.wait()
+
+        def interrupted() -> None:
+            with encoder:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert encoder.health().state == "closed"  # it did not wait for the opening
+        assert in_flight(encoder) == (0, 0, 0, 0)
+    joined([caller])
+    assert told[0].cancelled()
+    nothing_left(encoder)
+    assert encoder.stats().cancelled == 1
+
+
+@threads
+@pytest.mark.parametrize("stage", ["decoding", "patches"])
+def test_cancelled_while_the_engine_lets_go_of_it(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    # The future is cancelled, and before its callbacks run the thread that has the job is done with it.
+    with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
+        future = scene.encoder.submit(scene.victim)
+        scene.reached()
+        call_back = Future._invoke_callbacks  # type: ignore[attr-defined]
+
+        def late(one: Future[Any]) -> None:
+            if one is future:
+                scene.let_go()
+                until(lambda: scene.encoder.health().queue_length == 0)
+            call_back(one)
+
+        monkeypatch.setattr(Future, "_invoke_callbacks", late)
+        assert future.cancel()
+        assert wait([future], timeout=10).not_done == set()
+        scene.others_are_well()
+        assert scene.encoder.stats().cancelled == 1
+
+
+@threads
+@pytest.mark.parametrize("call", ["generate", "encode_image", "generate_async", "encode_image_async"])
+def test_a_caller_that_waits_is_told_that_the_encoder_was_left(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu")
+    with hold_towers(monkeypatch) as towers:
+        running = encoder.submit(png())
+        towers.wait()
+        told: list[EncoderClosedError] = []
+
+        def waits() -> None:
+            try:
+                result = getattr(encoder, call)(png())
+                if call.endswith("_async"):
+                    asyncio.run(result)
+            except EncoderClosedError as error:
+                told.append(error)
+
+        caller = started(waits)
+        until(lambda: encoder.health().queue_length == 1)
+        leaving = started(lambda: encoder.__exit__(KeyboardInterrupt))
+        joined([caller])
+        assert "the encoder was closed before it came to this image" in str(told[0])
+    joined([leaving])
+    assert running.result(timeout=0)
+    nothing_left(encoder)
+
+
+@threads
+@pytest.mark.parametrize("call", ["generate", "encode_image"])
+def test_an_interrupted_caller_leaves_nothing_behind(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    # As Ctrl-C does to a caller that waits for its result.
+    with (
+        Encoder(glm53_checkpoint, device="cpu", queue_depth=9) as encoder,
+        hold_towers(monkeypatch) as towers,
+    ):
+        result = Future.result
+
+        def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
+            if threading.current_thread() is not threading.main_thread() or future.done():
+                return result(future, timeout)
+            monkeypatch.setattr(Future, "result", result)
+            towers.wait()
+            towers.let_go()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(encoder, call)(mixed(4) if call == "generate" else png())
+        nothing_left(encoder)
+
+
+# --- under load --------------------------------------------------------------------------------------
+
+
+@threads
+def test_random_cancellations_under_load(glm53_checkpoint: Path) -> None:
+    images = mixed(8)
+    submitted: list[tuple[int, Future[ImageResult]]] = []
+    got: list[tuple[int, ImageResult]] = []
+    left: list[int] = []
+    with Encoder(
+        glm53_checkpoint, device="cpu", replicas_per_gpu=2, queue_depth=6, queue_bytes=600_000
+    ) as encoder:
+        wanted = [encoder.generate(image)[0] for image in images]
+
+        def submits(seed: int) -> None:
+            chance = random.Random(seed)
+            mine = []
+            for _ in range(125):
+                number = chance.randrange(len(images))
+                mine.append((number, encoder.submit(images[number])))
+                if chance.random() < 0.7:
+                    chance.choice(mine[-4:])[1].cancel()
+            submitted.extend(mine)
+
+        async def awaits(seed: int) -> None:
+            chance = random.Random(seed)
+
+            async def call(number: int) -> None:
+                got.append((number, (await encoder.generate_async([images[number]]))[0]))
+
+            tasks = []
+            for _ in range(125):
+                tasks.append(asyncio.create_task(call(chance.randrange(len(images)))))
+                if chance.random() < 0.7:
+                    chance.choice(tasks[-4:]).cancel()
+                await asyncio.sleep(chance.choice((0, 0, 0.002)))
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert {type(end) for end in ends} <= {type(None), asyncio.CancelledError}
+            left.extend(end is not None for end in ends)
+
+        callers = [started(lambda seed=seed: submits(seed)) for seed in (1, 2)]  # type: ignore[misc]
+        callers += [started(lambda seed=seed: asyncio.run(awaits(seed))) for seed in (3, 4)]  # type: ignore[misc]
+        joined(callers)
+        futures = [future for _, future in submitted]
+        assert wait(futures, timeout=60).not_done == set()
+        nothing_left(encoder)
+        stats = encoder.stats()
+    assert len(submitted) == len(left) == 250
+    done = [(number, future.result()) for number, future in submitted if not future.cancelled()]
+    assert all(same(result, wanted[number]) for number, result in [*done, *got])
+    # A task that is cancelled before it begins asks for nothing; one may be cancelled while its image runs.
+    cancelled = sum(future.cancelled() for future in futures)
+    assert cancelled
+    assert sum(left)
+    assert cancelled <= stats.cancelled <= cancelled + sum(left)
+    assert stats.succeeded >= len(done) + len(got) + len(images)
+    assert stats.failed == stats.late == stats.refused == 0
+
+
+@threads
+def test_cancelling_the_deadline_and_the_end_race_and_one_of_them_wins(glm53_checkpoint: Path) -> None:
+    with Encoder(glm53_checkpoint, device="cpu", queue_depth=4) as encoder:
+        wanted = encoder.generate(png())[0]
+        chance = random.Random(5)
+        futures: list[Future[ImageResult]] = []
+        told: list[bool] = []
+        outcomes: list[Future[ImageResult]] = []
+        for _ in range(200):
+            future = encoder.submit(png(), deadline=time.monotonic() + chance.random() * 0.01)
+            future.add_done_callback(outcomes.append)
+            futures.append(future)
+            if chance.random() < 0.5:
+                told.append(chance.choice(futures[-4:]).cancel())
+        assert wait(futures, timeout=60).not_done == set()
+        nothing_left(encoder)
+        late = succeeded = 0
+        for future in futures:
+            if future.cancelled():
+                continue
+            error = future.exception(timeout=0)
+            late += isinstance(error, DeadlineExceededError)
+            if error is None:
+                succeeded += 1
+                assert same(future.result(), wanted)
+        assert len(outcomes) == len(set(map(id, outcomes))) == 200
+        stats = encoder.stats()
+        cancelled = sum(future.cancelled() for future in futures)
+        assert (stats.cancelled, stats.late, stats.succeeded) == (cancelled, late, succeeded + 1)
+        assert cancelled + late + succeeded == 200
+        assert sum(told) >= cancelled
+
+
+@threads
+def test_cancelling_and_closing_race(glm53_checkpoint: Path) -> None:
+    chance = random.Random(6)
+    for round_ in range(10):
+        encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=4)
+        futures: list[Future[ImageResult]] = []
+        refused: list[EncoderClosedError] = []
+
+        def submits(
+            encoder: Encoder = encoder,
+            futures: list[Future[ImageResult]] = futures,
+            refused: list[EncoderClosedError] = refused,
+        ) -> None:
+            try:
+                while True:
+                    futures.append(encoder.submit(png()))
+                    futures[chance.randrange(len(futures))].cancel()
+            except EncoderClosedError as error:
+                refused.append(error)
+
+        callers = [started(submits) for _ in range(3)]
+        until(lambda futures=futures: len(futures) > 10)  # type: ignore[misc]
+        if round_ % 2:
+            encoder.close()
+        else:
+            encoder.__exit__(KeyboardInterrupt)
+        joined(callers)
+        assert len(refused) == 3
+        assert wait(futures, timeout=0).not_done == set()
+        assert all(future.cancelled() or future.result() for future in futures)
+        nothing_left(encoder)
+
+
+# --- one bad image among good ones -------------------------------------------------------------------
+
+POISON = case("D18_poison_idat.png")
+PLACES = [(0,), (4,), (7,), (2, 5), (0, 8)]
+
+
+def poisoned(good: list[bytes], places: tuple[int, ...]) -> list[bytes]:
+    images = list(good)
+    for place in places:
+        images.insert(place, POISON)
+    return images
+
+
+@threads
+@pytest.mark.parametrize("places", PLACES)
+def test_only_the_poison_fails(glm53_checkpoint: Path, places: tuple[int, ...]) -> None:
+    good = mixed(7)
+    images = poisoned(good, places)
+    where = "|".join(map(str, places))
+    with Encoder(glm53_checkpoint, device="cpu") as encoder:
+        wanted = encoder.generate(good)
+        for _ in range(20):
+            futures = [encoder.submit(image) for image in images]
+            bad = [futures.pop(place) for place in reversed(places)]
+            for future in bad:
+                assert isinstance(future.exception(timeout=30), MediaDecodeError)
+            for future, other in zip(futures, wanted, strict=True):
+                assert same(future.result(timeout=30), other)
+            with pytest.raises(MediaDecodeError, match=rf"^images\[({where})\]: "):
+                encoder.generate(images)
+            nothing_left(encoder)
+            with pytest.raises(MediaDecodeError, match=rf"^images\[({where})\]: "):
+                asyncio.run(encoder.generate_async(images))
+            nothing_left(encoder)
+        assert all(map(same, encoder.generate(good), wanted))
+        health = encoder.health()
+        assert (health.state, health.last_error) == ("ready", None)
+        assert all(worker.alive and not worker.wedged for worker in (*health.replicas, *health.preprocessing))
+        assert dict(encoder.stats().errors).keys() == {"MediaDecodeError"}
