@@ -208,6 +208,7 @@ class FoyerTier(DiskTier):
         deadline = time.monotonic() + _CONFIRM_SECONDS
         while not all(map(cache.contains, names)):
             if self._open.closing:
+                # Not raised: a traceback would keep tensors, which must be gone before the interpreter is.
                 return False
             if time.monotonic() > deadline:
                 raise TimeoutError(f"foyer did not write it within {_CONFIRM_SECONDS} s")
