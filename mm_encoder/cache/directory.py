@@ -79,7 +79,8 @@ def require_ours(path: str, names: list[str] | None = None) -> None:
     if LOCK not in names:
         holds = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise CacheError(
-            f"{path} is no cache's directory: it holds {holds or 'nothing'}; name a new or an empty one"
+            f"{path} is no cache's directory: it holds {holds or 'nothing'} (a new cache wants a new or an "
+            "empty directory)"
         )
 
 

@@ -17,8 +17,6 @@ import ctypes
 import importlib
 import logging
 import os
-import re
-import resource
 import threading
 import time
 import weakref
@@ -26,29 +24,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-from ..config import require_int
-from ..errors import CacheError, CacheLockedError
+from ..errors import CacheError
 from . import codec
 from .entry import DiskStats, DiskTier, Entry
+from .regions import REGION, check_descriptors, locked, prepare, regions_of
 
 logger = logging.getLogger("mm_encoder")
 
-_FORMAT = f"1.{codec.FORMAT}"
-# Other names than the files backend has: neither takes the other's directory for its own. The stamp is an
-# empty file, whose name says format, number of regions and generation; the budget has no room for more.
-_LOCK, _STAMP = "mm-encoder-foyer.lock", "mm-encoder-foyer"
-_OURS = re.compile(rf"{re.escape(_LOCK)}|{_STAMP}-[0-9a-f.-]+|foyer-storage-direct-fs-[0-9]{{8}}")
-
-_REGION = 16 * 1024**2
-_MIN_REGIONS = 4  # with fewer foyer's close() hangs
 _CHUNK = 4_150_000  # four to a region, with foyer's own headers
 _BATCH = 3  # chunks at a time: foyer's queue holds 16 MiB, and drops the rest
 _NONCE = 16
 _ATTEMPTS = 8  # manifests that one key may have; all but the newest are broken
 _SHARDS = 8  # each keeps one entry in memory, however small the capacity
-_SPARE_DESCRIPTORS = 64
 _CONFIRM_SECONDS = 5.0
 _CLOSE_SECONDS = 5.0
 _LOG_EVERY_SECONDS = 60.0
@@ -66,14 +55,14 @@ class FoyerTier(DiskTier):
 
     def __init__(self, path: str | Path, max_bytes: int) -> None:
         hybrid_cache = _import_foyer()
-        self._regions = _regions(max_bytes)
+        self._regions = regions_of(max_bytes)
         path = Path(path)
-        _check_descriptors(self._regions)
-        lock = _locked(path)
+        check_descriptors(self._regions)
+        lock = locked(path)
         try:
-            self._generation = _prepare(path, self._regions)
+            self._generation = prepare(path, self._regions)
             with _translated():
-                cache = hybrid_cache(str(path), memory_capacity=0, storage_capacity=self._regions * _REGION)
+                cache = hybrid_cache(str(path), memory_capacity=0, storage_capacity=self._regions * REGION)
         except Exception as error:
             lock.release()
             if isinstance(error, CacheError):
@@ -133,7 +122,7 @@ class FoyerTier(DiskTier):
         foyer has written over them since; not those it found. `bytes`: the region files. `evictions`: entries
         that were found to lack a record.
         """
-        return DiskStats(self._kept, self._regions * _REGION, self._lost, self._errors)
+        return DiskStats(self._kept, self._regions * REGION, self._lost, self._errors)
 
     def close(self) -> None:
         """Close foyer, for which it has seconds, and give the directory free. All that was put is on disk."""
@@ -351,81 +340,3 @@ def _import_foyer() -> Any:
             'disk_backend="foyer" needs Python 3.12 or newer and the package foyer-py: '
             'pip install "mm-encoder[foyer]"'
         ) from error
-
-
-def _regions(max_bytes: int) -> int:
-    regions = require_int("max_bytes", max_bytes, 0) // _REGION
-    if regions < _MIN_REGIONS:
-        raise CacheError(
-            f"the foyer backend needs at least {_MIN_REGIONS * _REGION} bytes (64 MiB) of disk; "
-            f"got {max_bytes}, rounded down to a multiple of 16 MiB {regions * _REGION}"
-        )
-    return regions
-
-
-def _check_descriptors(regions: int) -> None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + regions + _SPARE_DESCRIPTORS
-    if limit != resource.RLIM_INFINITY and needed > limit:
-        raise CacheError(
-            f"foyer keeps {regions} files open, one for each 16 MiB; with those open now and some to spare "
-            f"that is {needed}, but this process may open {limit} (ulimit -n)"
-        )
-
-
-def _locked(path: Path) -> FileLock:
-    # Not of one thread: the one that closes it is another.
-    lock = FileLock(path / _LOCK, thread_local=False)
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_ours(path)
-        lock.acquire(blocking=False)
-    except Timeout as error:
-        raise CacheLockedError(
-            f"{path} is in use by another encoder; each needs a directory of its own"
-        ) from error
-    except OSError as error:
-        raise CacheError(f"the cache cannot be opened in {path}: {error}") from error
-    return lock
-
-
-def _require_ours(path: Path) -> None:
-    strangers = sorted(name for name in os.listdir(path) if not _OURS.fullmatch(name))
-    if strangers:
-        raise CacheError(
-            f"{path} must be empty or a foyer cache of this library; it holds {', '.join(strangers[:3])}"
-            + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
-        )
-
-
-def _prepare(path: Path, regions: int) -> bytes:
-    """Wipe what is of another capacity or format, and allocate every region; the generation, which every
-    record's name begins with.
-    """
-    files = {f"foyer-storage-direct-fs-{index:08d}" for index in range(regions)}
-    prefix = f"{_STAMP}-{_FORMAT}-{regions}-"
-    found = set(os.listdir(path)) - {_LOCK}
-    stamps = [name for name in found if name.startswith(prefix)]
-    if len(stamps) == 1 and found <= files | set(stamps):
-        stamp = stamps[0]
-    else:
-        _wipe(path, found)
-        stamp = prefix + os.urandom(8).hex()
-    try:
-        for name in sorted(files):
-            descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            try:
-                os.posix_fallocate(descriptor, 0, _REGION)
-            finally:
-                os.close(descriptor)
-        (path / stamp).touch()
-    except OSError as error:
-        # Half a cache would only keep the disk full.
-        _wipe(path, files | {stamp})
-        raise CacheError(f"no {regions * _REGION} bytes can be allocated in {path}: {error}") from error
-    return stamp.removeprefix(prefix).encode()
-
-
-def _wipe(path: Path, names: set[str]) -> None:
-    for name in sorted(names, reverse=True):  # the stamp first
-        (path / name).unlink(missing_ok=True)

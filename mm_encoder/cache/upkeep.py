@@ -59,6 +59,8 @@ def verify(path: str | Path) -> Verification:
             damaged.append((os.path.basename(found.path), str(error)))
         except OSError as error:
             damaged.append((os.path.basename(found.path), error.strerror or type(error).__name__))
+        except (RuntimeError, MemoryError):  # as Torch says it
+            damaged.append((os.path.basename(found.path), "not read: there is no memory for its rows"))
         else:
             whole, size = whole + 1, size + found.bytes
     return Verification(whole, size, tuple(damaged), len(listing.temporaries), len(listing.strangers))

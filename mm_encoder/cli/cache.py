@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from .. import steps
-from ..cache import upkeep
+from ..cache import regions, upkeep
 from ..cache.directory import LOCK, require_ours
 from ..config import CacheConfig, MediaLimits, model_name
 from ..contract import CacheStats
 from ..device import default_dtype, parse_device
-from ..errors import CacheError, CacheLockedError
+from ..errors import CacheError
 from ..families.registry import load_family
 from .files import FAULTS
 from .options import (
@@ -117,7 +114,7 @@ def verify(directory: DirectoryArgument) -> int:
 def clear(directory: DirectoryArgument) -> int:
     """Remove a cache's entries, and nothing else; refused while an encoder uses it."""
     if _is_foyer(directory):
-        print(f"{bytes_of(_clear_foyer(directory))} freed")
+        print(f"{bytes_of(regions.clear(directory))} freed")
     else:
         before = upkeep.clear(directory)
         print(f"{before.entries} entries removed, {bytes_of(before.bytes)} freed")
@@ -139,54 +136,18 @@ def _files_facts(directory: Path) -> list[tuple[str, str]]:
     return facts
 
 
-# --- the foyer backend's directory -----------------------------------------------------------------------
-
-# The names that it gives its files.
-_FOYER_LOCK = "mm-encoder-foyer.lock"
-_FOYER_STAMP = re.compile(r"mm-encoder-foyer-[0-9a-f.-]+")
-_FOYER_REGION = re.compile(r"foyer-storage-direct-fs-[0-9]{8}")
-
-
 def _is_foyer(directory: Path) -> bool:
     """Whether a directory is of the foyer backend. Raises CacheError for what is no cache's directory."""
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        names = []
-    if LOCK not in names and any(name == _FOYER_LOCK or _FOYER_STAMP.fullmatch(name) for name in names):
+    if regions.is_foyers(directory) and not (directory / LOCK).exists():
         return True
     require_ours(os.fspath(directory))
     return False
 
 
 def _foyer_facts(directory: Path) -> list[tuple[str, str]]:
-    size = sum(found.stat(follow_symlinks=False).st_size for found in _foyer_files(directory))
     return [
         ("backend", "foyer"),
         ("entries", "not known: foyer keeps no list of them"),
-        ("bytes", bytes_of(size)),
+        ("bytes", bytes_of(regions.weight(directory))),
         ("budget", "the same: all of it is allocated when the directory is opened"),
     ]
-
-
-def _foyer_files(directory: Path) -> list[os.DirEntry[str]]:
-    """The files that make up the cache, stamps first."""
-    with os.scandir(directory) as files:
-        found = [file for file in files if file.is_file(follow_symlinks=False)]
-    stamps = [file for file in found if _FOYER_STAMP.fullmatch(file.name)]
-    return stamps + [file for file in found if _FOYER_REGION.fullmatch(file.name)]
-
-
-def _clear_foyer(directory: Path) -> int:
-    """Remove all but the lock; the bytes that it took. Raises CacheError, CacheLockedError."""
-    freed = 0
-    try:
-        with FileLock(directory / _FOYER_LOCK, blocking=False):
-            for file in _foyer_files(directory):
-                freed += file.stat(follow_symlinks=False).st_size
-                os.unlink(file.path)  # the stamp first: without it the rest is nothing to who opens it
-    except Timeout as error:
-        raise CacheLockedError(f"the cache's directory {directory} is in use by another encoder") from error
-    except OSError as error:
-        raise CacheError(f"{directory} cannot be cleared: {error.strerror}") from error
-    return freed

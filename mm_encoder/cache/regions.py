@@ -1,0 +1,148 @@
+"""The directory of the foyer backend: whose it is, its lock, its region files."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ..config import require_int
+from ..errors import CacheError, CacheLockedError
+from . import codec
+
+_FORMAT = f"1.{codec.FORMAT}"
+# Other names than the files backend has: neither takes the other's directory for its own. The stamp is an
+# empty file, whose name says format, number of regions and generation; the budget has no room for more.
+LOCK, _STAMP = "mm-encoder-foyer.lock", "mm-encoder-foyer"
+_STAMPED = re.compile(rf"{_STAMP}-[0-9a-f.-]+")
+_REGIONS = re.compile("foyer-storage-direct-fs-[0-9]{8}")
+_OURS = re.compile("|".join((re.escape(LOCK), _STAMPED.pattern, _REGIONS.pattern)))
+
+
+REGION = 16 * 1024**2
+"""Bytes of one of foyer's regions, and of its file."""
+_MIN_REGIONS = 4  # with fewer foyer's close() hangs
+_SPARE_DESCRIPTORS = 64
+
+
+def regions_of(max_bytes: int) -> int:
+    """How many regions a budget has room for. Raises CacheError where they are too few."""
+    regions = require_int("max_bytes", max_bytes, 0) // REGION
+    if regions < _MIN_REGIONS:
+        raise CacheError(
+            f"the foyer backend needs at least {_MIN_REGIONS * REGION} bytes (64 MiB) of disk; "
+            f"got {max_bytes}, rounded down to a multiple of 16 MiB {regions * REGION}"
+        )
+    return regions
+
+
+def check_descriptors(regions: int) -> None:
+    """Raise CacheError where the process may not open a file for each region."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + regions + _SPARE_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise CacheError(
+            f"foyer keeps {regions} files open, one for each 16 MiB; with those open now and some to spare "
+            f"that is {needed}, but this process may open {limit} (ulimit -n)"
+        )
+
+
+def locked(path: Path) -> FileLock:
+    """The lock of a directory, which is made if need be, held. Raises CacheError, CacheLockedError."""
+    # Not of one thread: the one that closes it is another.
+    lock = FileLock(path / LOCK, thread_local=False)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_ours(path)
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise CacheLockedError(
+            f"{path} is in use by another encoder; each needs a directory of its own"
+        ) from error
+    except OSError as error:
+        raise CacheError(f"the cache cannot be opened in {path}: {error}") from error
+    return lock
+
+
+def _require_ours(path: Path) -> None:
+    strangers = sorted(name for name in os.listdir(path) if not _OURS.fullmatch(name))
+    if strangers:
+        raise CacheError(
+            f"{path} must be empty or a foyer cache of this library; it holds {', '.join(strangers[:3])}"
+            + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
+        )
+
+
+def prepare(path: Path, regions: int) -> bytes:
+    """Wipe what is of another capacity or format, and allocate every region; the generation, which every
+    record's name begins with.
+    """
+    files = {f"foyer-storage-direct-fs-{index:08d}" for index in range(regions)}
+    prefix = f"{_STAMP}-{_FORMAT}-{regions}-"
+    found = set(os.listdir(path)) - {LOCK}
+    stamps = [name for name in found if name.startswith(prefix)]
+    if len(stamps) == 1 and found <= files | set(stamps):
+        stamp = stamps[0]
+    else:
+        _wipe(path, found)
+        stamp = prefix + os.urandom(8).hex()
+    try:
+        for name in sorted(files):
+            descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                os.posix_fallocate(descriptor, 0, REGION)
+            finally:
+                os.close(descriptor)
+        (path / stamp).touch()
+    except OSError as error:
+        # Half a cache would only keep the disk full.
+        _wipe(path, files | {stamp})
+        raise CacheError(f"no {regions * REGION} bytes can be allocated in {path}: {error}") from error
+    return stamp.removeprefix(prefix).encode()
+
+
+def _wipe(path: Path, names: set[str]) -> None:
+    for name in sorted(names, reverse=True):  # the stamp first
+        (path / name).unlink(missing_ok=True)
+
+
+# --- for `mm-encoder cache` --------------------------------------------------------------------------
+
+
+def is_foyers(directory: Path) -> bool:
+    """Whether a directory is one of this backend."""
+    try:
+        return any(name == LOCK or _STAMPED.fullmatch(name) for name in os.listdir(directory))
+    except OSError:
+        return False
+
+
+def weight(directory: Path) -> int:
+    """The bytes that it takes, which is also its budget."""
+    return sum(file.stat(follow_symlinks=False).st_size for file in _files(directory))
+
+
+def clear(directory: Path) -> int:
+    """Remove all but the lock; the bytes that it took. Raises CacheError, CacheLockedError."""
+    freed = 0
+    try:
+        with FileLock(directory / LOCK, blocking=False):
+            for file in _files(directory):
+                freed += file.stat(follow_symlinks=False).st_size
+                os.unlink(file.path)  # the stamp first: without it the rest is nothing to who opens it
+    except Timeout as error:
+        raise CacheLockedError(f"the cache's directory {directory} is in use by another encoder") from error
+    except OSError as error:
+        raise CacheError(f"{directory} cannot be cleared: {error.strerror}") from error
+    return freed
+
+
+def _files(directory: Path) -> list[os.DirEntry[str]]:
+    """The files that make up the cache, stamps first."""
+    with os.scandir(directory) as files:
+        found = [file for file in files if file.is_file(follow_symlinks=False)]
+    stamps = [file for file in found if _STAMPED.fullmatch(file.name)]
+    return stamps + [file for file in found if _REGIONS.fullmatch(file.name)]
