@@ -20,7 +20,7 @@ from .cache.inflight import Flight, Flights
 from .cache.tiered import Cache
 from .contract import ImageResult
 from .device import Transfers
-from .engine.admission import arrival
+from .engine.admission import arrival, elsewhere
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
 from .engine.job import Job, Joined, Promise, again
@@ -209,8 +209,9 @@ class CachedEngine:
                 raise
             await arrival(looking)
             found = looking.result()
-        except BaseException:
-            ask.cancel()
+        except BaseException as error:
+            # A coroutine that is collected may be so inside a lock that cancelling takes.
+            elsewhere(ask.cancel) if isinstance(error, GeneratorExit) else ask.cancel()
             raise
         if not found:
             self._front.board(ask, job)

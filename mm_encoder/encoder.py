@@ -26,8 +26,8 @@ from .config import (
 )
 from .contract import CacheStats, EncoderStats, Health, ImageResult
 from .device import consumer_stream, default_dtype, open_transfers, parse_device
-from .engine.admission import arrival
-from .engine.call import Call
+from .engine.admission import arrival, elsewhere
+from .engine.call import Call, cancel_all
 from .engine.engine import Engine
 from .engine.job import Job
 from .engine.replica import ReplicaSettings, build_once
@@ -219,8 +219,13 @@ class Encoder:
             if quiet := self._engine.scheduler.quiet(call.futures):
                 await arrival(quiet)
             raise
-        finally:  # of a cancelled task too, or one whose loop is gone: nothing may be waited for here
+        except GeneratorExit:  # by garbage collection, maybe inside a lock that cancelling takes
+            elsewhere(partial(cancel_all, list(call.futures)))
+            raise
+        except BaseException:
             call.cancel()
+            raise
+        finally:
             call.futures.clear()
             del future, quiet
 

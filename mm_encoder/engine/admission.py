@@ -6,6 +6,7 @@ is wrong with the image is in the job's future.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import threading
 import time
@@ -107,6 +108,11 @@ async def arrival(future: Future[Any]) -> None:
     await arrived
 
 
+def elsewhere(work: Callable[[], object]) -> None:
+    """Do `work` in a thread of its own."""
+    _thread.start_new_thread(work, ())
+
+
 @contextmanager
 def _refusals(job: Job) -> Iterator[None]:
     """Give a job that is refused, or whose caller is interrupted, its outcome; that frees what it holds."""
@@ -114,6 +120,9 @@ def _refusals(job: Job) -> Iterator[None]:
         yield
     except MMEncoderError as error:
         job.drop(error)
+        raise
+    except GeneratorExit:  # by garbage collection, maybe inside a lock that cancelling takes
+        elsewhere(job.cancel)
         raise
     except BaseException:
         job.future.cancel()

@@ -45,7 +45,7 @@ class Call:
 
     def cancel(self) -> list[Future[ImageResult]]:
         """Cancel what can be cancelled; returns the futures of the rest."""
-        return [future for future in self.futures if not future.cancel()]
+        return cancel_all(self.futures)
 
     @contextmanager
     def naming(self, index: int) -> Iterator[None]:
@@ -59,6 +59,11 @@ class Call:
             if self._single:
                 raise
             raise again(error, f"images[{index}]: {error}") from error.__cause__ or error
+
+
+def cancel_all(futures: list[Future[ImageResult]]) -> list[Future[ImageResult]]:
+    """Cancel what can be cancelled; returns the rest."""
+    return [future for future in futures if not future.cancel()]
 
 
 def _note_fault(fault: threading.Event, done: Future[ImageResult]) -> None:
