@@ -20,10 +20,11 @@ from .cache.inflight import Flight, Flights
 from .cache.tiered import Cache
 from .contract import ImageResult
 from .device import Transfers
-from .engine.admission import arrival, elsewhere
+from .engine.admission import arrival
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
 from .engine.job import Job, Joined, Promise, again
+from .engine.worker import elsewhere
 from .errors import PlanMismatchError
 
 logger = logging.getLogger("mm_encoder")
@@ -77,7 +78,7 @@ class Front:
 
     def close(self) -> None:
         """Close the cache; flights have landed by then."""
-        self.lookups.shutdown()
+        self.lookups.shutdown(wait=False)  # one may hang in a file system, and nobody waits for it
         self.cache.close()
 
     def find(self, ask: Ask, mm_hash: str, job: Job) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+_TEN_YEARS = 10 * 365 * 86400.0
 
 
 def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
@@ -21,8 +24,23 @@ def require_seconds(name: str, value: object) -> float:
     """Return `value` as a float if it is a number of at least 0; raise saying what would be right."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__}")
-    if not value >= 0:  # NaN is not
+    if not 0 <= value <= float("inf"):  # NaN is not
         raise ValueError(f"{name} must be at least 0 seconds, got {value}")
+    return float(min(value, _TEN_YEARS))  # longer than anyone waits, and few clocks can tell
+
+
+def require_moment(name: str, value: object) -> float:
+    """Return `value` as a float if it is a moment on time.monotonic()'s clock; raise saying what would be
+    right.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a moment on time.monotonic()'s clock, got {type(value).__name__}")
+    ahead = value - time.monotonic()
+    if ahead != ahead or _TEN_YEARS < ahead < float("inf"):
+        raise ValueError(
+            f"{name} must be a moment on time.monotonic()'s clock, got {value}: that is years ahead "
+            "(was it time.time()?)"
+        )
     return float(value)
 
 
@@ -107,6 +125,8 @@ class CacheConfig:
             raise TypeError(f"shared must be a bool, got {type(self.shared).__name__}")
         if self.disk_path is not None and not isinstance(self.disk_path, (str, Path)):
             raise TypeError(f"disk_path must be a str, a Path or None, got {type(self.disk_path).__name__}")
+        if self.disk_path == "":
+            raise ValueError("disk_path must name a directory, got ''")
         if (self.disk_path is None) != (self.disk_bytes == 0):
             raise ValueError(
                 f"disk_path and disk_bytes go together: got {self.disk_path!r} and {self.disk_bytes}"
@@ -114,7 +134,7 @@ class CacheConfig:
         if self.disk_path is not None and self.disk_bytes < 4 * self.max_entry_bytes:
             raise ValueError(
                 f"disk_bytes must have room for four entries of max_entry_bytes: got {self.disk_bytes}, "
-                f"needs {4 * self.max_entry_bytes}"
+                f"needs {4 * self.max_entry_bytes} (or a smaller max_entry_bytes)"
             )
         if self.shared and (self.disk_path is None or self.disk_backend != "files"):
             raise ValueError("shared=True needs a disk_path and disk_backend='files'")

@@ -22,15 +22,17 @@ from .config import (
     media_limits,
     model_name,
     require_int,
+    require_moment,
     require_seconds,
 )
 from .contract import CacheStats, EncoderStats, Health, ImageResult
 from .device import consumer_stream, default_dtype, open_transfers, parse_device
-from .engine.admission import arrival, elsewhere
+from .engine.admission import arrival
 from .engine.call import Call, cancel_all
 from .engine.engine import Engine
 from .engine.job import Job
 from .engine.replica import ReplicaSettings, build_once
+from .engine.worker import elsewhere
 from .families.registry import load_family
 from .media.source import ImageInput, check_input
 from .runtime import usable_cpus
@@ -39,6 +41,7 @@ logger = logging.getLogger("mm_encoder")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_REPLICAS = 32
+_MAX_WORKERS = 256
 _HANDOFFS = ("host", "stream")
 
 
@@ -97,7 +100,7 @@ class Encoder:
         self.replicas_per_gpu = require_int("replicas_per_gpu", replicas_per_gpu, 1, _MAX_REPLICAS)
         depth = 2 * replicas_per_gpu if queue_depth is None else queue_depth
         workers = min(4, usable_cpus()) if preprocess_workers is None else preprocess_workers
-        require_int("preprocess_workers", workers, 1)
+        require_int("preprocess_workers", workers, 1, _MAX_WORKERS)
         require_int("queue_depth", depth, 1)
         require_int("queue_bytes", queue_bytes, 1)
         wedged_after = require_seconds("wedged_after", wedged_after)
@@ -301,6 +304,9 @@ class Encoder:
         await self._close_elsewhere(drain=True)
 
     async def _close_elsewhere(self, *, drain: bool) -> None:
+        if self._engine.is_own_thread():  # a result's callback, for which nothing is waited
+            self._engine.close(drain=drain)
+            return
         closed: Future[None] = Future()
 
         def close(engine: Engine) -> None:
@@ -336,7 +342,7 @@ class Encoder:
         timeout: float | None,
         deadline: float | None,
     ) -> Future[ImageResult]:
-        job = self._job(image, expected, options, timeout, deadline)
+        job, timeout = self._job(image, expected, options, timeout, deadline)
         return (self._cached or self._engine).admit(job, timeout)
 
     async def _admit_async(
@@ -347,7 +353,7 @@ class Encoder:
         timeout: float | None,
         deadline: float | None,
     ) -> Future[ImageResult]:
-        job = self._job(image, expected, options, timeout, deadline)
+        job, timeout = self._job(image, expected, options, timeout, deadline)
         return await (self._cached or self._engine).admit_async(job, timeout)
 
     def _job(
@@ -357,13 +363,13 @@ class Encoder:
         options: ImageOptions | None,
         timeout: float | None,
         deadline: float | None,
-    ) -> Job:
+    ) -> tuple[Job, float | None]:
         check_input(image, options)
         if timeout is not None:
-            require_seconds("timeout", timeout)
+            timeout = require_seconds("timeout", timeout)
         if deadline is not None:
-            require_seconds("deadline", deadline)
-        return Job(image, options, expected, consumer_stream(self.device), deadline=deadline)
+            require_moment("deadline", deadline)
+        return Job(image, options, expected, consumer_stream(self.device), deadline=deadline), timeout
 
 
 def _named(result: ImageResult) -> dict[str, torch.Tensor]:

@@ -697,6 +697,23 @@ def test_a_cache_that_cannot_be_opened_is_said_at_construction(make: Make, tmp_p
     until(lambda: threading.active_count() == before)
 
 
+def test_a_directory_that_lost_its_lock_file_is_still_a_caches(make: Make, tmp_path: Path) -> None:
+    """As a cleaner of temporary folders may have it."""
+    encoder = make(**on_disk(tmp_path / "cache"))
+    encoder.generate(png())
+    encoder.close()
+    (tmp_path / "cache" / "mm-encoder-cache.lock").unlink()
+    assert make(**on_disk(tmp_path / "cache")).generate(png())[0].metadata.cache == "disk"
+
+
+def test_a_tilde_is_the_home(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make(disk_path="~/cache", disk_bytes=64 * MIB)
+    assert (tmp_path / "cache").is_dir()
+    with pytest.raises(ValueError, match="disk_path must name a directory"):
+        CacheConfig(disk_path="", disk_bytes=2**31)
+
+
 def test_a_replica_that_fails_to_load_frees_the_directory(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

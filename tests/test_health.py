@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import io
 import logging
+import os
 import sys
 import threading
 import time
@@ -461,3 +463,89 @@ def test_records_have_fields_and_say_nothing_of_bad_media(
     assert (failed.mm_error, failed.mm_state) == ("ReplicaError", "running")  # type: ignore[attr-defined]
     assert "ValueError: odd" in failed.getMessage()
     assert {record.name for record in caplog.records} == {"mm_encoder"}
+
+
+# --- callers who meddle, and what is no picture ------------------------------------------------------
+
+
+@pytest.mark.parametrize("meddle", ["set_result", "set_exception", "set_running_or_notify_cancel"])
+def test_a_caller_who_meddles_with_a_future_hurts_nobody_else(
+    glm53_checkpoint: Path, gate: Gate, meddle: str
+) -> None:
+    with Encoder(glm53_checkpoint, device="cpu", queue_depth=8) as encoder:
+        running = encoder.submit(png())
+        gate.wait()
+        future = encoder.submit(png(seed=1))
+        given: dict[str, list[Any]] = {"set_result": [None], "set_exception": [KeyError()]}
+        getattr(future, meddle)(*given.get(meddle, []))
+        gate.opened.set()
+        assert running.result(timeout=30)
+        assert encoder.generate(png(seed=2))
+        assert future.done()
+        assert encoder.health().state == "ready"
+        until(lambda: encoder.stats().in_flight == 0)
+        assert encoder.health().queue_length == 0
+
+
+def test_a_pipe_is_no_picture_and_holds_nobody_up(encoder: Encoder, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert isinstance(encoder.submit(pipe).exception(timeout=0), MediaDecodeError)
+    with pytest.raises(MediaDecodeError, match="it is not a regular file"):
+        asyncio.run(encoder.generate_async(pipe))
+    with pytest.raises(MediaDecodeError, match="it is not a regular file"):
+        encoder.generate(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"timeout": -1}, ValueError, "timeout must be at least 0 seconds, got -1"),
+        ({"timeout": float("nan")}, ValueError, "timeout must be at least 0 seconds, got nan"),
+        ({"timeout": "1"}, TypeError, "timeout must be a number of seconds, got str"),
+        ({"timeout": True}, TypeError, "timeout must be a number of seconds, got bool"),
+        ({"deadline": time.time() + 5}, ValueError, r"that is years ahead \(was it time.time\(\)\?\)"),
+        ({"deadline": float("nan")}, ValueError, "deadline must be a moment on time.monotonic"),
+        ({"deadline": None, "timeout": []}, TypeError, "got list"),
+        ({"deadline": "soon"}, TypeError, "deadline must be a moment on time.monotonic.* got str"),
+    ],
+)
+def test_impossible_times_raise(
+    encoder: Encoder, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        encoder.submit(png(), **given)
+    with pytest.raises(error, match=message):
+        asyncio.run(encoder.generate_async(png(), **given))
+
+
+@pytest.mark.parametrize("past", [0, -1, -1e300, float("-inf")])
+def test_a_deadline_of_the_past_is_late_however_long_ago(encoder: Encoder, past: float) -> None:
+    assert isinstance(encoder.submit(png(), deadline=past).exception(timeout=0), DeadlineExceededError)
+
+
+def test_endless_times_are_fine(encoder: Encoder) -> None:
+    assert encoder.submit(png(), timeout=10**400, deadline=float("inf")).result(timeout=30)
+
+
+def test_close_async_in_a_callback_waits_for_nothing(glm53_checkpoint: Path) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu")
+    closed = threading.Event()
+
+    def on_result(_: Future[ImageResult]) -> None:
+        asyncio.run(encoder.close_async())
+        closed.set()
+
+    encoder.submit(png()).add_done_callback(on_result)
+    assert closed.wait(30)
+    encoder.close()
+    assert encoder.health().state == "closed"
+
+
+def test_closing_in_a_thread_that_python_did_not_make_leaves_no_trace(glm53_checkpoint: Path) -> None:
+    before = set(threading.enumerate())
+    encoder = Encoder(glm53_checkpoint, device="cpu")
+    encoder.generate(png())
+    del encoder
+    gc.collect()
+    until(lambda: set(threading.enumerate()) <= before)

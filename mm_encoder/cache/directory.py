@@ -76,7 +76,7 @@ def require_ours(path: str, names: list[str] | None = None) -> None:
         names = sorted(os.listdir(path)) if names is None else names
     except OSError as error:
         raise CacheError(f"{path} is no cache's directory: {error.strerror}") from error
-    if LOCK not in names:
+    if LOCK not in names and LEDGER not in names:
         holds = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise CacheError(
             f"{path} is no cache's directory: it holds {holds or 'nothing'} (a new cache wants a new or an "

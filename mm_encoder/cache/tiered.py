@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -223,10 +224,11 @@ def _kept(metadata: ImageMetadata) -> ImageMetadata:
 def _open_disk(config: CacheConfig) -> DiskTier | None:
     if config.disk_path is None:
         return None
+    path = Path(config.disk_path).expanduser()
     if config.disk_backend == "foyer":
         from .foyer import FoyerTier  # needs an extra
 
-        return FoyerTier(config.disk_path, config.disk_bytes)
+        return FoyerTier(path, config.disk_bytes)
     from .files import FileTier
 
-    return FileTier(config.disk_path, config.disk_bytes, shared=config.shared)
+    return FileTier(path, config.disk_bytes, shared=config.shared)

@@ -6,7 +6,6 @@ is wrong with the image is in the job's future.
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import threading
 import time
@@ -19,6 +18,7 @@ from ..errors import EncoderBusyError, MMEncoderError
 from .budget import Budget, Turn
 from .job import Job, JobState
 from .scheduler import Scheduler
+from .worker import elsewhere
 
 OpenImage = Callable[[Job], None]
 """Takes the snapshot and plans: fills in `source` and `plan` from `image`, and may raise."""
@@ -106,11 +106,6 @@ async def arrival(future: Future[Any]) -> None:
 
     future.add_done_callback(tell)
     await arrived
-
-
-def elsewhere(work: Callable[[], object]) -> None:
-    """Do `work` in a thread of its own."""
-    _thread.start_new_thread(work, ())
 
 
 @contextmanager

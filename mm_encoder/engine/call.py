@@ -23,6 +23,8 @@ class Call:
     def __init__(self, images: Any, expected_tokens: Iterable[int] | None) -> None:
         # An open file is no iterable of images, though Python can iterate it.
         self._single = is_image(images) or hasattr(images, "read")
+        if not self._single and not isinstance(images, Iterable):
+            raise TypeError(f"images must be an image or an iterable of images, got {type(images).__name__}")
         self.items = _with_expected([images] if self._single else images, expected_tokens)
         self.futures: list[Future[ImageResult]] = []
         self._fault = threading.Event()
@@ -74,6 +76,8 @@ def _note_fault(fault: threading.Event, done: Future[ImageResult]) -> None:
 def _with_expected(items: Any, expected: Iterable[int] | None) -> Iterator[tuple[Any, int | None]]:
     if expected is None:
         return zip(items, repeat(None))
+    if not isinstance(expected, Iterable):
+        raise TypeError(f"expected_tokens must be an iterable of ints, got {type(expected).__name__}")
     items, counts = list(items), list(expected)
     if len(items) != len(counts):
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import logging
 import os
@@ -20,7 +19,7 @@ from .job import Job
 from .preprocess import Prepare, Preprocessor
 from .replica import Replica, ReplicaSettings
 from .scheduler import Scheduler
-from .worker import Worker
+from .worker import Worker, elsewhere
 
 logger = logging.getLogger("mm_encoder")
 
@@ -88,9 +87,13 @@ class Engine:
         replica is left.
         """
         self.require_own_process()
-        if threading.current_thread() in self._threads:
+        if self.is_own_thread():
             raise RuntimeError("a result's callback must not call the encoder; hand the work to a thread")
         self.scheduler.require_open()
+
+    def is_own_thread(self) -> bool:
+        """Whether this is called in one of the engine's threads, as from a result's callback."""
+        return _is_one_of(self._threads)
 
     def require_own_process(self) -> None:
         """Raise ForkedProcessError in a forked child."""
@@ -171,14 +174,25 @@ def _end(
         scheduler.cancel_waiting()
 
     def finish() -> None:
-        for thread in threads:
-            thread.join()
+        for thread in [*threads]:
+            if thread is not ending:
+                thread.join()
         at_end()
 
-    if threading.current_thread() in threads:  # two callbacks that close would wait for each other
-        _thread.start_new_thread(finish, ())
+    ending = None
+    if _is_one_of(threads):  # two callbacks that close would wait for each other
+        ending = threading.Thread(target=finish, name="mm-encoder-end", daemon=True)
+        ending.start()
+        threads.append(ending)
     else:
         finish()
+
+
+def _is_one_of(threads: list[threading.Thread]) -> bool:
+    # By number: threading.current_thread() makes up a lasting object for a thread that it does not know. A
+    # number is given to another thread once its own has ended.
+    number = threading.get_ident()
+    return any(thread.ident == number and thread.is_alive() for thread in threads)
 
 
 def _abandon(scheduler: Scheduler, at_exit: Callable[[], None], end: Callable[..., None], pid: int) -> None:
@@ -187,4 +201,4 @@ def _abandon(scheduler: Scheduler, at_exit: Callable[[], None], end: Callable[..
     """
     atexit.unregister(at_exit)
     if not scheduler.closed and os.getpid() == pid:
-        _thread.start_new_thread(partial(end, drain=True), ())
+        elsewhere(partial(end, drain=True))

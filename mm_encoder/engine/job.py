@@ -61,6 +61,9 @@ class Promise:
             if self._begun:
                 return False
             self._begun = True
+            # A caller may have meddled with the future, which is theirs, and must hurt nobody else.
+            if self.future.running() or (self.future.done() and not self.future.cancelled()):
+                return not self.future.done()
             return self.future.set_running_or_notify_cancel()
 
     def cancel(self) -> None:

@@ -210,9 +210,9 @@ class Scheduler:
             job.tell_cancelled()
 
     def _part(self, job: Job) -> None:
-        """Let go of a job that is over. It may have been cancelled just now, and nobody been told yet."""
+        """Let go of a job that is over. It may be so since just now, and nobody been told yet."""
+        self._over(job, CancelledError())
         if job.future.cancelled():
-            self._over(job, CancelledError())
             job.tell_cancelled()
         self._give_back(job)
         job.let_go()

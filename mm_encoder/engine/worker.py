@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
+from collections.abc import Callable
 
 from ..contract import WorkerHealth
 from .job import Job
+
+
+def elsewhere(work: Callable[[], object]) -> None:
+    """Do `work` in a thread of its own; from anywhere, also where garbage collection has interrupted a thread
+    that holds locks, of `threading` too. So a bare thread starts the one that does it.
+    """
+    _thread.start_new_thread(threading.Thread(target=work, name="mm-encoder-end", daemon=True).start, ())
 
 
 class Worker:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import hashlib
 import os
+import stat
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +160,10 @@ def _checked(options: object) -> ImageOptions:
 
 def _read_file(path: Path, limits: MediaLimits) -> bytes:
     try:
-        with path.open("rb") as file:
+        # A pipe or a device would hold the thread for as long as it likes; opening one need not wait.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
             data = file.read(limits.max_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or str(error)
