@@ -8,6 +8,7 @@ job is about to be decoded: it then has its room, and the key is that of the ver
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -224,7 +225,7 @@ class CachedEngine:
         ask = Ask(job.expected, job.consumer, deadline=job.deadline)
         job.deadline = None
         ask.at_end = partial(_ended, deadlines)
-        ask.future.add_done_callback(partial(_cancelled, weakref.ref(ask), deadlines))
+        ask.future.add_done_callback(partial(_cancelled, weakref.ref(ask), deadlines, os.getpid()))
         deadlines.watch(ask)
         return ask
 
@@ -255,8 +256,8 @@ def _ended(deadlines: Deadlines, ask: Ask, error: BaseException | None) -> None:
         ask.flight.leave(ask, error)
 
 
-def _cancelled(watch: weakref.ref[Ask], deadlines: Deadlines, future: Future[ImageResult]) -> None:
+def _cancelled(watch: weakref.ref[Ask], deadlines: Deadlines, pid: int, future: Future[ImageResult]) -> None:
     ask = watch()
-    if ask is not None and future.cancelled():
+    if ask is not None and future.cancelled() and os.getpid() == pid:  # not in a forked child
         _ended(deadlines, ask, None)
         ask.tell_cancelled()

@@ -29,6 +29,7 @@ from mm_encoder.device import (
     open_lane,
     open_transfers,
     parse_device,
+    settings,
 )
 
 GPU = torch.device("cuda:0")
@@ -108,10 +109,10 @@ def test_what_may_change_the_bits_of_a_result_is_described(monkeypatch: pytest.M
         try:
             for precision in ("ieee", "tf32"):
                 matmul.fp32_precision = precision
-                assert describe(device)["matmul precision"] == precision
+                assert settings(device)["matmul precision"] == precision
         finally:
             matmul.fp32_precision = before
-    for description in (on_gpu, on_cpu):
+    for description in (on_gpu, on_cpu, settings(GPU), settings(cpu)):
         assert all(type(value) is str for value in description.values())
 
 

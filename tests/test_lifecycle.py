@@ -172,28 +172,6 @@ AT_EXIT = {
         other.itself = other  # closed by the collector, at the latest when modules are taken down
         del other
     """,
-    "an encoder that is being made": """
-        from mm_encoder.families.glm53 import Glm53
-        build = Glm53.build_tower
-
-        def slow(*arguments):
-            arrived.release()
-            matrix = torch.ones(400, 400)
-            for _ in range(200):
-                matrix = (matrix @ matrix).clamp(-1, 1)
-            return build(*arguments)
-
-        Glm53.build_tower = slow
-
-        def make():
-            try:
-                encoder(replicas_per_gpu=2)
-            except RuntimeError:  # a thread that cannot start any more
-                pass
-
-        threading.Thread(target=make, daemon=True).start()
-        arrived.acquire()
-    """,
 }
 
 
@@ -266,110 +244,6 @@ def test_after_failed_constructions_the_interpreter_ends(glm53_checkpoint: Path,
 
 
 # --- garbage collection ------------------------------------------------------------------------------
-
-
-def test_finalizers_run_inside_the_engines_locks(glm53_checkpoint: Path) -> None:
-    # The collector runs in any thread at any point. A host's finalizer may cancel a request or close an
-    # encoder, and the thread that it runs in may hold the very lock which that takes.
-    program = """
-        import mm_encoder.engine.scheduler as scheduler
-        from mm_encoder.engine.budget import Budget
-        from mm_encoder.engine.tally import Tally
-
-        class Request:
-            def __init__(self, encoder):
-                self.future, self.itself = encoder.submit(IMAGE), self
-
-            def __del__(self):
-                self.future.cancel()
-                finalized.append(self.future)
-
-        class Host:
-            def __init__(self):
-                self.encoder, self.itself = encoder(queue_depth=9), self
-                self.future = self.encoder.submit(IMAGE)
-
-            def __del__(self):
-                self.encoder.close()
-                finalized.append(self.future)
-
-        def number(job):
-            gc.collect()
-            return job.number
-
-        def advance(budget):
-            gc.collect()
-            return advance_without(budget)
-
-        by_number, advance_without = scheduler._by_number, Budget._advance
-        gc.disable()
-        for place in ("scheduler", "budget"):
-            opened.clear()
-            while arrived.acquire(blocking=False):
-                pass
-            finalized = []
-            hold()
-            with encoder(queue_depth=9) as it:
-                first = it.submit(IMAGE)
-                arrived.acquire()
-                Request(it)
-                Request(it)
-                if place == "scheduler":
-                    scheduler._by_number = number
-                else:
-                    Budget._advance = advance
-                it.submit(IMAGE).cancel()  # in and out of the locks
-                until(lambda: it.stats().cancelled == 3)
-                until(lambda: (it.health().queue_length, it.health().queue_bytes) == (0, 0))
-                opened.set()
-                assert first.result()
-                scheduler._by_number, Budget._advance = by_number, advance_without
-            assert len(finalized) == 2 and all(future.cancelled() for future in finalized)
-
-            before = threading.active_count()
-            host = Host()
-            future, threads = host.future, threading.enumerate()[before:]
-            scheduler._by_number = number if place == "scheduler" else by_number
-            Budget._advance = advance if place == "budget" else advance_without
-            del host
-            with encoder() as it:  # whichever encoder's lock it is in
-                assert it.generate(IMAGE)
-            until(lambda: future.done())
-            for thread in threads:
-                thread.join()
-            scheduler._by_number, Budget._advance = by_number, advance_without
-            gc.collect()
-            assert len(finalized) == 3, finalized
-    """
-    assert outcome_of(program, glm53_checkpoint) == CLEAN
-
-
-def test_a_finalizer_closes_inside_the_lock_of_its_own_encoder(glm53_checkpoint: Path) -> None:
-    program = """
-        import mm_encoder.engine.scheduler as scheduler
-
-        class Host:
-            def __init__(self):
-                self.encoder, self.itself = encoder(), self
-
-            def __del__(self):
-                self.encoder.close()
-
-        def number(job):
-            gc.collect()
-            return job.number
-
-        gc.disable()
-        host = Host()
-        threads = [thread for thread in threading.enumerate() if thread.name.startswith("mm-encoder")]
-        future = host.encoder.submit(numpy.zeros((900, 900, 3), numpy.uint8))
-        scheduler._by_number = number
-        del host
-        for thread in threads:
-            thread.join()
-        assert future.result()
-    """
-    assert outcome_of(program, glm53_checkpoint) == CLEAN
 
 
 @threads

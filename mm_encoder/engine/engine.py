@@ -54,10 +54,25 @@ class Engine:
         ]
         self._threads: list[threading.Thread] = []  # those that were started
         self._pid = os.getpid()
-        self._end = partial(_end, self.scheduler, self._threads, self._pid, at_end)
-        self._at_exit = partial(self._end, drain=False)
-        atexit.register(self._at_exit)
-        weakref.finalize(self, _abandon, self.scheduler, self._at_exit, self._end, self._pid).atexit = False
+        self._end = partial(_end, self.scheduler, self._threads, self._pid)
+        end = self._end
+
+        leaving = threading.Event()
+
+        def ended() -> None:
+            at_end()
+            if not leaving.is_set():  # what is being called must not be taken away
+                atexit.unregister(at_exit)
+
+        def at_exit() -> None:
+            leaving.set()
+            end(ended, drain=False)
+
+        self._ended = ended
+        # Until all threads have ended, whoever has closed it: the interpreter must not go while one of them
+        # is in native code.
+        atexit.register(at_exit)
+        weakref.finalize(self, _abandon, self.scheduler, partial(end, ended), self._pid).atexit = False
         try:
             deadlines = threading.Thread(
                 target=self.scheduler.deadlines.run, name="mm-encoder-deadlines", daemon=True
@@ -129,9 +144,8 @@ class Engine:
         """
         if os.getpid() != self._pid:  # in a forked child there is nothing to close
             return
-        atexit.unregister(self._at_exit)
         first = not self.scheduler.closed
-        self._end(drain=drain)
+        self._end(self._ended, drain=drain)
         if first:
             stats = self.stats()
             logger.info(
@@ -163,7 +177,7 @@ def _end(
     scheduler: Scheduler,
     threads: list[threading.Thread],
     pid: int,
-    at_end: Callable[[], None],
+    ended: Callable[[], None],
     *,
     drain: bool,
 ) -> None:
@@ -177,7 +191,7 @@ def _end(
         for thread in [*threads]:
             if thread is not ending:
                 thread.join()
-        at_end()
+        ended()
 
     ending = None
     if _is_one_of(threads):  # two callbacks that close would wait for each other
@@ -195,10 +209,9 @@ def _is_one_of(threads: list[threading.Thread]) -> bool:
     return any(thread.ident == number and thread.is_alive() for thread in threads)
 
 
-def _abandon(scheduler: Scheduler, at_exit: Callable[[], None], end: Callable[..., None], pid: int) -> None:
+def _abandon(scheduler: Scheduler, end: Callable[..., None], pid: int) -> None:
     """End an engine that was dropped. Garbage collection may run in any thread at any point, inside the
     scheduler's lock too, so the lock is taken in a thread of its own.
     """
-    atexit.unregister(at_exit)
     if not scheduler.closed and os.getpid() == pid:
         elsewhere(partial(end, drain=True))

@@ -8,6 +8,7 @@ rooms the first to come is the first to go. A job that has a slot is accepted: c
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from bisect import insort
@@ -36,6 +37,7 @@ class Scheduler:
         self.deadlines = Deadlines()
         self.tally = Tally()
         self.closed = False
+        self._pid = os.getpid()
         self.replicas_left = replicas
         self._refusal: MMEncoderError | None = None
         self._numbers = count()
@@ -205,6 +207,8 @@ class Scheduler:
 
     def _cancelled(self, watch: weakref.ref[Job], future: Future[ImageResult]) -> None:
         job = watch()  # None where a thread that had it noticed first
+        if os.getpid() != self._pid:  # a forked child's copy: whoever held a lock then is not in the child
+            return
         if job is not None and future.cancelled():
             self._over(job, CancelledError())
             job.tell_cancelled()

@@ -103,9 +103,17 @@ def test_files_that_cannot_be_read_are_the_callers_fault(tmp_path: Path) -> None
     assert open_source(large, MediaLimits(max_bytes=len(PNG))).size == (9, 7)
 
 
-def test_no_more_of_a_file_is_read_than_the_limit() -> None:
+def test_no_more_of_a_file_is_read_than_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(2**40)
     with pytest.raises(MediaTooLargeError, match="has 1001 bytes"):
-        open_source(Path("/dev/zero"), MediaLimits(max_bytes=1000))
+        open_source(path, MediaLimits(max_bytes=1000))
+
+
+def test_what_is_no_regular_file_is_not_read() -> None:
+    with pytest.raises(MediaDecodeError, match="cannot read zero: it is not a regular file"):
+        open_source(Path("/dev/zero"), LIMITS)
 
 
 @pytest.mark.parametrize("prefix", ["", "file://", "data:"])
