@@ -6,6 +6,7 @@ import _thread
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..contract import WorkerHealth
 from .job import Job
@@ -15,7 +16,12 @@ def elsewhere(work: Callable[[], object]) -> None:
     """Do `work` in a thread of its own; from anywhere, also where garbage collection has interrupted a thread
     that holds locks, of `threading` too. So a bare thread starts the one that does it.
     """
-    _thread.start_new_thread(threading.Thread(target=work, name="mm-encoder-end", daemon=True).start, ())
+    _thread.start_new_thread(_begin, (threading.Thread(target=work, name="mm-encoder-end", daemon=True),))
+
+
+def _begin(thread: threading.Thread) -> None:
+    with suppress(RuntimeError):  # the interpreter ends, and with it what was to be ended
+        thread.start()
 
 
 class Worker:
