@@ -1,5 +1,5 @@
 # Each target sets up what it needs in .venv first, once.
-.PHONY: demo test check bench smoke soak stress
+.PHONY: demo test check bench smoke soak stress fuzz
 
 demo: .venv/ready-demo  ## encode real photographs and draw their embeddings
 	.venv/bin/mm-encoder demo
@@ -17,6 +17,9 @@ smoke: .venv/ready-dev  ## check the installed package as an engine image would;
 
 soak: .venv/ready-dev  ## memory over 10,000 good, 10,000 bad and 2000 animated images
 	SOAK=1 .venv/bin/python -m pytest tests/test_soak.py -s
+
+fuzz: .venv/ready-dev  ## the cache's writers killed 200 times, and more of what `make test` tries briefly
+	FUZZ=1 .venv/bin/python -m pytest tests/cache -k "killed"
 
 stress: .venv/ready-dev  ## the tests of threads, 50 times each, with threads switching every 10 microseconds
 	.venv/bin/python -m pytest -m threads --repeat 50 --switch-interval 1e-5 -x
