@@ -145,7 +145,8 @@ class Encoder:
             at_end=front.close if front else lambda: None,
         )
         identify = steps.identify(self._family, self._limits, self.model)
-        self._cached = None if front is None else CachedEngine(self._engine, front, identify)
+        # What admits: the engine, or what asks the cache first.
+        self._way = self._engine if front is None else CachedEngine(self._engine, front, identify)
         self.stream_priority = self._engine.stream_priority
         for index in range(replicas_per_gpu):
             logger.info(
@@ -177,7 +178,8 @@ class Encoder:
         try:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
-                    call.add(self._admit(image, expected, image_options, timeout, deadline))
+                    asked = image, expected, image_options, timeout, deadline
+                    call.add(self._way.admit(*self._job(*asked)))
                 if call.faulty:
                     break  # its error is raised below
             return [call.result(index) for index in range(len(call.futures))]
@@ -209,7 +211,8 @@ class Encoder:
         try:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
-                    call.add(await self._admit_async(image, expected, image_options, timeout, deadline))
+                    asked = image, expected, image_options, timeout, deadline
+                    call.add(await self._way.admit_async(*self._job(*asked)))
                 if call.faulty:
                     break
             for index, future in enumerate(call.futures):
@@ -255,7 +258,7 @@ class Encoder:
         self._engine.require_usable()
         if expected_tokens is not None:
             require_int("expected_tokens", expected_tokens, 1)
-        return self._admit(image, expected_tokens, image_options, timeout, deadline)
+        return self._way.admit(*self._job(image, expected_tokens, image_options, timeout, deadline))
 
     def encode_image(self, data: ImageInput) -> dict[str, torch.Tensor]:
         """Encode one image into named tensors: `embeddings` [rows, width] on the device, and int64
@@ -334,28 +337,6 @@ class Encoder:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self._close_elsewhere(drain=kind is None)
 
-    def _admit(
-        self,
-        image: ImageInput,
-        expected: int | None,
-        options: ImageOptions | None,
-        timeout: float | None,
-        deadline: float | None,
-    ) -> Future[ImageResult]:
-        job, timeout = self._job(image, expected, options, timeout, deadline)
-        return (self._cached or self._engine).admit(job, timeout)
-
-    async def _admit_async(
-        self,
-        image: ImageInput,
-        expected: int | None,
-        options: ImageOptions | None,
-        timeout: float | None,
-        deadline: float | None,
-    ) -> Future[ImageResult]:
-        job, timeout = self._job(image, expected, options, timeout, deadline)
-        return await (self._cached or self._engine).admit_async(job, timeout)
-
     def _job(
         self,
         image: ImageInput,
@@ -364,6 +345,7 @@ class Encoder:
         timeout: float | None,
         deadline: float | None,
     ) -> tuple[Job, float | None]:
+        """What `admit` takes, checked."""
         check_input(image, options)
         if timeout is not None:
             timeout = require_seconds("timeout", timeout)

@@ -54,9 +54,6 @@ class Engine:
         ]
         self._threads: list[threading.Thread] = []  # those that were started
         self._pid = os.getpid()
-        self._end = partial(_end, self.scheduler, self._threads, self._pid)
-        end = self._end
-
         leaving = threading.Event()
 
         def ended() -> None:
@@ -66,13 +63,13 @@ class Engine:
 
         def at_exit() -> None:
             leaving.set()
-            end(ended, drain=False)
+            end(drain=False)
 
-        self._ended = ended
+        end = self._end = partial(_end, self.scheduler, self._threads, self._pid, ended)
         # Until all threads have ended, whoever has closed it: the interpreter must not go while one of them
         # is in native code.
         atexit.register(at_exit)
-        weakref.finalize(self, _abandon, self.scheduler, partial(end, ended), self._pid).atexit = False
+        weakref.finalize(self, _abandon, self.scheduler, end, self._pid).atexit = False
         try:
             deadlines = threading.Thread(
                 target=self.scheduler.deadlines.run, name="mm-encoder-deadlines", daemon=True
@@ -145,7 +142,7 @@ class Engine:
         if os.getpid() != self._pid:  # in a forked child there is nothing to close
             return
         first = not self.scheduler.closed
-        self._end(self._ended, drain=drain)
+        self._end(drain=drain)
         if first:
             stats = self.stats()
             logger.info(
