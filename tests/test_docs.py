@@ -101,7 +101,7 @@ def from_a_loop(scheduler: Scheduler, one: Job) -> None:
     assert turn is not None
     scheduler.prepared(workers[1], turn)
     scheduler.prepared(workers[0])
-    scheduler.next_to_run(Worker("test"))
+    scheduler.next_to_run(Worker("test", scheduler))
     assert one.state is JobState.QUEUED
 
 

@@ -361,17 +361,17 @@ def test_an_encoder_that_loads_or_closes_says_so(
 ) -> None:
     engines: list[Engine] = []
     seen: list[str] = []
-    start, build = Engine._start, Glm53.build_tower
+    begin, build = Engine.__init__, Glm53.build_tower
 
-    def noted(engine: Engine, thread: threading.Thread) -> None:
+    def noted(engine: Engine, *arguments: Any, **options: Any) -> None:
         engines.append(engine)
-        start(engine, thread)
+        begin(engine, *arguments, **options)
 
     def watched(*arguments: Any) -> Any:
         seen.append(engines[0].health().state)
         return build(*arguments)
 
-    monkeypatch.setattr(Engine, "_start", noted)
+    monkeypatch.setattr(Engine, "__init__", noted)
     monkeypatch.setattr(Glm53, "build_tower", watched)
     encoder = Encoder(glm53_checkpoint, device="cpu")
     engines.clear()

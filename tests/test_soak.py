@@ -75,8 +75,9 @@ def slope(checkpoint: Path, files: list[Path], count: int, leak: int = 0, cache:
         text=True,
         timeout=900,
         check=False,
-        # Torch's threads wait for each other in busy loops, which is slow beside other busy processes.
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # Torch's threads wait for each other in busy loops, which is slow beside other busy processes. An
+        # arena for every few threads fills up at its own pace, which a short run takes for growth.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
     )
     assert (run.returncode, run.stderr) == (0, "")
     return float(run.stdout)

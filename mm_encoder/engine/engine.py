@@ -13,13 +13,13 @@ from concurrent.futures import Future
 from functools import partial
 
 from ..contract import EncoderState, EncoderStats, Health, ImageResult, WorkerHealth
-from ..errors import ForkedProcessError
+from ..errors import EncoderClosedError, ForkedProcessError
 from .admission import OpenImage, admit, admit_async
 from .job import Job
 from .preprocess import Prepare, Preprocessor
 from .replica import Replica, ReplicaSettings
 from .scheduler import Scheduler
-from .worker import Worker, elsewhere
+from .worker import Worker, belongs_to, elsewhere, thread_of
 
 logger = logging.getLogger("mm_encoder")
 
@@ -52,7 +52,7 @@ class Engine:
         self._preprocessors = [
             Preprocessor(index, self.scheduler, open_image, prepare) for index in range(workers)
         ]
-        self._threads: list[threading.Thread] = []  # those that were started
+        self._threads = Started()
         self._pid = os.getpid()
         leaving = threading.Event()
 
@@ -71,14 +71,12 @@ class Engine:
         atexit.register(at_exit)
         weakref.finalize(self, _abandon, self.scheduler, end, self._pid).atexit = False
         try:
-            deadlines = threading.Thread(
-                target=self.scheduler.deadlines.run, name="mm-encoder-deadlines", daemon=True
-            )
+            deadlines = thread_of(self.scheduler, self.scheduler.deadlines.run, "mm-encoder-deadlines")
             for thread in (deadlines, *(replica.thread for replica in self._replicas)):
-                self._start(thread)
+                self._threads.start(thread)
             self.stream_priority = [replica.loaded.result() for replica in self._replicas].pop()
             for preprocessor in self._preprocessors:
-                self._start(preprocessor.thread)
+                self._threads.start(preprocessor.thread)
         except BaseException:
             self.close(drain=False)
             raise
@@ -105,7 +103,7 @@ class Engine:
 
     def is_own_thread(self) -> bool:
         """Whether this is called in one of the engine's threads, as from a result's callback."""
-        return _is_one_of(self._threads)
+        return belongs_to(self.scheduler)
 
     def require_own_process(self) -> None:
         """Raise ForkedProcessError in a forked child."""
@@ -152,16 +150,12 @@ class Engine:
                 extra={"mm_event": "closed"},
             )
 
-    def _start(self, thread: threading.Thread) -> None:
-        thread.start()
-        self._threads.append(thread)
-
     def _health_of(self, workers: Sequence[Worker]) -> tuple[WorkerHealth, ...]:
         return tuple(worker.health(self._wedged_after) for worker in workers)
 
     def _state(self, all_well: bool) -> EncoderState:
         if self.scheduler.closed:
-            alive = any(thread.is_alive() for thread in self._threads)
+            alive = any(thread.is_alive() for thread in self._threads.all())
             return EncoderState.DRAINING if alive else EncoderState.CLOSED
         if not all(replica.loaded.done() for replica in self._replicas):
             return EncoderState.STARTING
@@ -170,9 +164,38 @@ class Engine:
         return EncoderState.READY if all_well else EncoderState.DEGRADED
 
 
+class Started:
+    """The threads that were started, until no more may be."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._last = False
+
+    def start(self, thread: threading.Thread) -> None:
+        """Start `thread`. EncoderClosedError after `last`, as when the interpreter exits while an encoder is
+        made in another thread.
+        """
+        with self._lock:
+            if self._last:
+                raise EncoderClosedError("the encoder was closed while it was being made")
+            thread.start()
+            self._threads.append(thread)
+
+    def last(self) -> None:
+        """Start no more."""
+        with self._lock:
+            self._last = True
+
+    def all(self) -> list[threading.Thread]:
+        """Those that were started."""
+        with self._lock:
+            return list(self._threads)
+
+
 def _end(
     scheduler: Scheduler,
-    threads: list[threading.Thread],
+    threads: Started,
     pid: int,
     ended: Callable[[], None],
     *,
@@ -180,30 +203,20 @@ def _end(
 ) -> None:
     if os.getpid() != pid:  # a forked child has neither the threads nor a lock it may wait for
         return
+    threads.last()
     scheduler.close()
     if not drain:
         scheduler.cancel_waiting()
 
     def finish() -> None:
-        for thread in [*threads]:
-            if thread is not ending:
-                thread.join()
+        for thread in threads.all():
+            thread.join()
         ended()
 
-    ending = None
-    if _is_one_of(threads):  # two callbacks that close would wait for each other
-        ending = threading.Thread(target=finish, name="mm-encoder-end", daemon=True)
-        ending.start()
-        threads.append(ending)
+    if belongs_to(scheduler):  # two callbacks that close would wait for each other
+        thread_of(scheduler, finish, "mm-encoder-end").start()
     else:
         finish()
-
-
-def _is_one_of(threads: list[threading.Thread]) -> bool:
-    # By number: threading.current_thread() makes up a lasting object for a thread that it does not know. A
-    # number is given to another thread once its own has ended.
-    number = threading.get_ident()
-    return any(thread.ident == number and thread.is_alive() for thread in threads)
 
 
 def _abandon(scheduler: Scheduler, end: Callable[..., None], pid: int) -> None:

@@ -37,7 +37,7 @@ class Preprocessor(Worker):
     """Prepares queued jobs until the scheduler is closed and empty."""
 
     def __init__(self, index: int, scheduler: Scheduler, open_image: OpenImage, prepare: Prepare) -> None:
-        super().__init__(f"mm-encoder-prep-{index}")
+        super().__init__(f"mm-encoder-prep-{index}", scheduler)
         self._scheduler, self._open_image, self._prepare = scheduler, open_image, prepare
 
     def run(self) -> None:

@@ -41,7 +41,7 @@ class Replica(Worker):
     """`loaded` resolves to the granted stream priority, or to what failed, once `thread` is started."""
 
     def __init__(self, index: int, settings: ReplicaSettings, scheduler: Scheduler) -> None:
-        super().__init__(f"mm-encoder-replica-{index}")
+        super().__init__(f"mm-encoder-replica-{index}", scheduler)
         self._settings, self._scheduler = settings, scheduler
         self.loaded: Future[int] = Future()
 

@@ -11,6 +11,25 @@ from contextlib import suppress
 from ..contract import WorkerHealth
 from .job import Job
 
+_here = threading.local()
+
+
+def thread_of(room: object, work: Callable[[], object], name: str) -> threading.Thread:
+    """A thread that will do `work` and belongs to `room`."""
+
+    def run() -> None:
+        _here.room = room
+        work()
+
+    return threading.Thread(target=run, name=name, daemon=True)
+
+
+def belongs_to(room: object) -> bool:
+    """Whether this is called in a thread of `room`. Thread numbers would not tell: a dead one's is given to
+    another.
+    """
+    return getattr(_here, "room", None) is room
+
 
 def elsewhere(work: Callable[[], object]) -> None:
     """Do `work` in a thread of its own; from anywhere, also where garbage collection has interrupted a thread
@@ -27,9 +46,9 @@ def _begin(thread: threading.Thread) -> None:
 class Worker:
     """A thread that takes one job after another from the scheduler, which notes here what it took."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, room: object) -> None:
         self.name = name
-        self.thread = threading.Thread(target=self.run, name=name, daemon=True)
+        self.thread = thread_of(room, self.run, name)
         self.lost = False
         """Whether it has met its end by a fault; its thread may still be about to go."""
         self._at: tuple[Job, float] | None = None

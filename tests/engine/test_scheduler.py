@@ -77,7 +77,7 @@ def held(scheduler: Scheduler) -> tuple[int, int]:
 
 def take(scheduler: Scheduler) -> Worker:
     """A worker that has taken the next queued job."""
-    worker = Worker("test")
+    worker = Worker("test", scheduler)
     assert scheduler.next_to_prepare(worker) is worker.job
     return worker
 
@@ -172,7 +172,7 @@ def test_closing_wakes_everyone_and_drains_what_was_accepted() -> None:
         caller.join(5)
     assert len(set(map(id, refused))) == 3  # each has one of its own
     assert run_one(scheduler) is accepted
-    worker = Worker("test")
+    worker = Worker("test", scheduler)
     assert scheduler.next_to_prepare(worker) is None
     assert scheduler.next_to_run(worker) is None
     with pytest.raises(EncoderClosedError):
@@ -202,7 +202,9 @@ def test_a_closed_scheduler_waits_for_what_it_accepted(stage: str) -> None:
         worker = take(scheduler)
     scheduler.close()
     got: list[Job | None] = []
-    replica = started(lambda: got.extend(iter(lambda: scheduler.next_to_run(Worker("test")), None)))
+    replica = started(
+        lambda: got.extend(iter(lambda: scheduler.next_to_run(Worker("test", scheduler)), None))
+    )
     replica.join(0.05)
     assert replica.is_alive()
     gate.set()
@@ -216,7 +218,7 @@ def test_a_closed_scheduler_waits_for_what_it_accepted(stage: str) -> None:
 
 
 def prepare_all(scheduler: Scheduler) -> None:
-    worker = Worker("test")
+    worker = Worker("test", scheduler)
     while scheduler.next_to_prepare(worker) is not None:
         scheduler.prepared(worker)
 
@@ -225,7 +227,7 @@ def test_cancelling_the_last_job_of_a_closed_scheduler_lets_replicas_go() -> Non
     scheduler = Scheduler(2, 100, replicas=1)
     waiting = enter(scheduler, job())
     scheduler.close()
-    replica = started(lambda: scheduler.next_to_run(Worker("test")))
+    replica = started(lambda: scheduler.next_to_run(Worker("test", scheduler)))
     replica.join(0.05)
     assert replica.is_alive()
     waiting.future.cancel()
@@ -489,7 +491,7 @@ def test_an_interrupted_caller_leaves_nothing_behind(at: str, monkeypatch: pytes
 
 def test_the_last_replica_takes_the_rest_with_it() -> None:
     scheduler = Scheduler(3, 100, replicas=2)
-    worker = Worker("replica")
+    worker = Worker("replica", scheduler)
     enter(scheduler, job())
     scheduler.prepared(take(scheduler))
     running = scheduler.next_to_run(worker)
@@ -512,7 +514,7 @@ def test_the_last_replica_takes_the_rest_with_it() -> None:
     assert running.future.exception(timeout=0) is not None
     assert not any(one.future.done() for one in accepted)
     scheduler.require_open()
-    scheduler.lost(Worker("other"), cause)
+    scheduler.lost(Worker("other", scheduler), cause)
     for caller in callers:
         caller.join(5)
     with pytest.raises(ReplicaError) as raised:

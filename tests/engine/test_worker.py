@@ -1,0 +1,46 @@
+"""Whose thread it is."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mm_encoder.engine.engine import Started
+from mm_encoder.engine.worker import belongs_to, thread_of
+from mm_encoder.errors import EncoderClosedError
+
+
+@pytest.mark.threads
+def test_a_thread_with_a_dead_ones_number_belongs_to_nobody() -> None:
+    room, told = object(), list[tuple[int, bool]]()
+
+    def tell() -> None:
+        told.append((threading.get_ident(), belongs_to(room)))
+
+    own = thread_of(room, tell, "own")
+    own.start()
+    own.join()
+    number, belongs = told.pop()
+    assert belongs
+    assert own.ident == number
+    for _ in range(1000):  # the system gives a number again, usually at once
+        other = threading.Thread(target=tell)
+        other.start()
+        other.join()
+        if told[-1][0] == number:
+            break
+    assert told[-1] == (number, False)
+
+
+def test_no_thread_starts_after_the_last() -> None:
+    started, done = Started(), threading.Event()
+    started.start(threading.Thread(target=done.wait))
+    started.last()
+    late = threading.Thread(target=done.wait)
+    with pytest.raises(EncoderClosedError, match="while it was being made"):
+        started.start(late)
+    done.set()
+    (only,) = started.all()
+    only.join()
+    assert late.ident is None
