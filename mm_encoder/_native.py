@@ -1,0 +1,166 @@
+"""The native kernels, by way of `ctypes`: the only module that knows the library they are in.
+
+`kernels` is None where there is no library, or none that fits; what is asked of it then is done in Python
+by those who ask (`media.patches`, `media.png`), with the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_char_p, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_INTERFACE = 1
+_OUT_OF_MEMORY = b"out of memory"
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class _Pixels(ctypes.Structure):
+    _fields_ = (
+        ("buffer", c_void_p),
+        ("bytes", c_int64),
+        ("first", c_int64),
+        ("row_stride", c_int64),
+        ("pixel_stride", c_int64),
+        ("width", c_int64),
+        ("height", c_int64),
+        ("channels", c_int64),
+    )
+
+
+class _Cut(ctypes.Structure):
+    _fields_ = (
+        ("pixels", _Pixels),
+        ("arithmetic", c_int64),
+        ("content_width", c_int64),
+        ("content_height", c_int64),
+        ("left", c_int64),
+        ("top", c_int64),
+        ("canvas_width", c_int64),
+        ("canvas_height", c_int64),
+        ("fill", c_int64),
+        ("patch", c_int64),
+        ("merge", c_int64),
+        ("out", c_void_p),
+        ("out_bytes", c_int64),
+        ("level", c_int64),
+    )
+
+
+class Kernels:
+    """The functions of `native/kernels.h`. They hold no lock of Python's while they run."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.mm_interface.restype = c_int64
+        found = self._library.mm_interface()
+        if found != _INTERFACE:
+            raise OSError(f"{library.name} has interface {found}, this package wants {_INTERFACE}")
+        self._library.mm_level.restype = c_char_p
+        self._library.mm_level.argtypes = (c_int64,)
+        self._library.mm_cut.restype = c_char_p
+        self._library.mm_cut.argtypes = (ctypes.POINTER(_Cut),)
+        unfilter = self._library.mm_unfilter
+        unfilter.restype = c_char_p
+        unfilter.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64)
+        levels = iter(lambda: self._library.mm_level(len(names)), None)
+        names: list[str] = []
+        names.extend(name.decode() for name in levels)
+        self.levels = tuple(names)
+        """Instruction sets that this CPU has kernels for, the plainest first."""
+
+    def cut(
+        self,
+        pixels: Bytes,
+        *,
+        content: tuple[int, int],
+        canvas: tuple[int, int],
+        offset: tuple[int, int],
+        fill: int,
+        patch: int,
+        merge: int,
+        arithmetic: int,
+        out: Bytes,
+        level: int = -1,
+    ) -> None:
+        """Resize uint8 `pixels` [h, w, 3 or 4] to `content`, put it at `offset` on a `canvas` of `fill`, and
+        write its patches [canvas height · width / patch², 3·patch²] to the contiguous `out`.
+
+        Sizes and offset are (width, height) and (left, top). `arithmetic` is 0 for Pillow's bicubic, 1 for
+        Torch's; `level` an index of `levels`, -1 for the last. Raises ValueError and MemoryError.
+        """
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.strides[2] != 1:
+            raise ValueError(f"pixels must be uint8 [h, w, 3 or 4], got {pixels.dtype} {pixels.shape}")
+        height, width, channels = pixels.shape
+        steps = (pixels.strides[0] * (height - 1), pixels.strides[1] * (width - 1))
+        before = -sum(min(step, 0) for step in steps)
+        size = before + sum(max(step, 0) for step in steps) + channels
+        where = _Pixels(
+            pixels.ctypes.data - before,
+            size,
+            before,
+            *pixels.strides[:2],
+            width,
+            height,
+            channels,
+        )
+        request = _Cut(
+            where,
+            arithmetic,
+            *content,
+            *offset,
+            *canvas,
+            fill,
+            patch,
+            merge,
+            _writable(out),
+            out.nbytes,
+            level,
+        )
+        _check(self._library.mm_cut(request))
+
+    def unfilter(
+        self, data: Bytes, height: int, row_bytes: int, pixel_bytes: int, out: Bytes, level: int = -1
+    ) -> None:
+        """Undo the filters of a PNG's rows: `data` holds `height` rows of a filter's number and `row_bytes`,
+        `out` gets the rows. Raises ValueError and MemoryError.
+        """
+        if data.dtype != np.uint8 or not data.flags.c_contiguous:
+            raise ValueError(f"data must be contiguous uint8, got {data.dtype}")
+        _check(
+            self._library.mm_unfilter(
+                data.ctypes.data,
+                data.nbytes,
+                height,
+                row_bytes,
+                pixel_bytes,
+                _writable(out),
+                out.nbytes,
+                level,
+            )
+        )
+
+
+def _writable(out: Bytes) -> int:
+    if out.dtype != np.uint8 or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"out must be contiguous writable uint8, got {out.dtype} {out.shape}")
+    return int(out.ctypes.data)
+
+
+def _check(wrong: bytes | None) -> None:
+    if wrong == _OUT_OF_MEMORY:
+        raise MemoryError("no memory to preprocess an image")
+    if wrong is not None:
+        raise ValueError(wrong.decode())
+
+
+def _load() -> Kernels | None:
+    library = Path(__file__).with_name("_kernels.so")
+    return Kernels(library) if library.exists() else None
+
+
+kernels = _load()

@@ -1,0 +1,41 @@
+// The kernels as they are compiled once for each instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace mm {
+
+// How one side is resized: output i is the weighted sum of count[i] inputs from first[i] on. Weights are pairs
+// of int16, the first in the low half; where those are too short, in two parts: weight << LOW_BITS plus low.
+struct Axis {
+    static constexpr int LOW_BITS = 11;
+    int64_t pairs = 0;  // of weights of one output, the last ones zero
+    int32_t* first = nullptr;
+    int32_t* count = nullptr;
+    int32_t* weights = nullptr;
+    int32_t* low = nullptr;  // null where there is one part
+    int shift = 0;           // of the sum's fixed point
+};
+
+struct Level {
+    const char* name;
+    int64_t rows;  // which it resizes at a time
+    void (*cut)(const mm_cut_request& cut, const Axis* across, const Axis* down, uint8_t* scratch);
+    bool (*unfilter)(const uint8_t* data, int64_t height, int64_t row_bytes, int64_t pixel_bytes, uint8_t* out);
+};
+
+// Where in `scratch` each of the buffers of a cut begins.
+struct Layout {
+    int64_t columns, ring, planes, offsets, rows, total;
+    int64_t ring_rows, ring_stride, plane_stride;
+    Layout(const mm_cut_request& cut, const Axis* across, const Axis* down, int64_t together);
+};
+
+extern const Level plain;
+#if defined(__x86_64__)
+extern const Level avx2, avx512;
+#endif
+
+}  // namespace mm
