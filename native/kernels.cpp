@@ -139,15 +139,13 @@ bool inside(const mm_pixels& p) {
 }  // namespace
 
 Layout::Layout(const mm_cut_request& cut, const Axis* across, const Axis* down, int64_t together) {
-    const int64_t line = up(cut.content_width * 3 + 16, 256);  // room for whole vectors
-    ring_stride = line;
+    ring_stride = up(cut.content_width * 3 + 16, 256);  // room for whole vectors
     ring_rows = !across && !down ? 0 : (down ? 2 * down->pairs : 1) + together;
-    plane_stride = up(cut.canvas_width, 64);
+    plane = up(cut.canvas_width, 64);
     columns = 0;  // one more, for a pair of which only the first is there
-    ring = columns + std::max(line, up((cut.pixels.width + 1) * (together * 3 + 16), 64));
-    planes = ring + ring_rows * ring_stride;
-    offsets = planes + 3 * plane_stride;
-    rows = offsets + cut.canvas_width / cut.patch * static_cast<int64_t>(sizeof(int64_t));
+    ring = columns + std::max(ring_stride, up((cut.pixels.width + 1) * (together * 3 + 16), 64));
+    lines = ring + ring_rows * ring_stride;
+    rows = lines + cut.patch * cut.merge * 3 * plane;
     total = rows + ring_rows * static_cast<int64_t>(sizeof(uint8_t*));
 }
 

@@ -28,8 +28,9 @@ struct Level {
 
 // Where in `scratch` each of the buffers of a cut begins.
 struct Layout {
-    int64_t columns, ring, planes, offsets, rows, total;
-    int64_t ring_rows, ring_stride, plane_stride;
+    int64_t columns, ring, lines, rows, total;
+    int64_t ring_rows, ring_stride;
+    int64_t plane;  // bytes of one channel of a line of the canvas
     Layout(const mm_cut_request& cut, const Axis* across, const Axis* down, int64_t together);
 };
 

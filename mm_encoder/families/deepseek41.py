@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
-from ..media.geometry import place, resize_bicubic_pillow
-from ..media.patches import patchify
-from ..media.picture import Picture, without_alpha
+from ..media.patches import Bicubic, cut
+from ..media.picture import Picture
 from .family import Family, check_heads, read_settings, section
 from .layers import Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm, cells, parameter
 from .trunk import Trunk, load_into
@@ -164,9 +163,8 @@ class DeepSeek41(Family):
         return plan_image(size, self.vision)
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
-        content = resize_bicubic_pillow(without_alpha(picture.pixels), plan.content)
-        page = place(content, plan.canvas, plan.offset, fill=_FILL)
-        return Patches(torch.from_numpy(patchify(page, self.vision.patch_size)), plan)
+        rows = cut(picture.pixels, plan, patch=self.vision.patch_size, bicubic=Bicubic.PILLOW, fill=_FILL)
+        return Patches(torch.from_numpy(rows), plan)
 
     def token_map(self, plan: Plan) -> np.ndarray:
         down, across = token_grid(*plan.grid_thw[1:], self.vision.downsample_ratio)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError
-from ..media.geometry import over_white, place, resize_bicubic_torch
-from ..media.patches import patchify
+from ..media.geometry import over_white
+from ..media.patches import Bicubic, cut
 from ..media.picture import Picture
 from .family import Family, check_agreement, check_heads, read_settings, require, section
 from .layers import Attention, Block, ClampedSwiGLU, Grid, LayerNorm, Linear, RMSNorm, look_up, repeat_frame
@@ -184,9 +184,14 @@ class Glm53(Family):
         return plan_image(size, self.processor)
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
-        content = resize_bicubic_torch(over_white(picture.pixels), plan.content)
-        page = place(content, plan.canvas, plan.offset, fill=0)
-        rows = patchify(page, self.processor.patch_size, self.processor.merge_size)
+        rows = cut(
+            over_white(picture.pixels),
+            plan,
+            patch=self.processor.patch_size,
+            merge=self.processor.merge_size,
+            bicubic=Bicubic.TORCH,
+            fill=0,
+        )
         return Patches(torch.from_numpy(rows), plan)
 
     def pixel_values(self, patches: Patches, dtype: torch.dtype) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
-from ..media.geometry import Background, over_background, place, resize_native
-from ..media.patches import patchify
+from ..media.geometry import Background, over_background, resize_native
+from ..media.patches import Bicubic, cut
 from ..media.picture import Picture
 from .family import Family, check_agreement, check_heads, read_settings, require, section
 from .layers import Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm, cells
@@ -192,9 +192,11 @@ class KimiK3(Family):
     def patches(self, picture: Picture, plan: Plan) -> Patches:
         if self.processor.transparent_bg_fill_stage == "before_resize":
             picture = Picture(over_background(picture, self.background))
-        content = over_background(resize_native(picture, plan.content), self.background)
-        page = place(content, plan.canvas, plan.offset, fill=0)
-        return Patches(torch.from_numpy(patchify(page, self.processor.patch_size)), plan)
+        pixels = picture.pixels
+        if picture.native is not None or pixels.shape[2] == 4:
+            pixels = over_background(resize_native(picture, plan.content), self.background)
+        rows = cut(pixels, plan, patch=self.processor.patch_size, bicubic=Bicubic.PILLOW, fill=0)
+        return Patches(torch.from_numpy(rows), plan)
 
     def build_tower(self, device: torch.device, dtype: torch.dtype) -> KimiTower:
         tower = KimiTower(self.vision, self.table.to(device, dtype))

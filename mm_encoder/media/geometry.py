@@ -54,8 +54,6 @@ def resize_native(picture: Picture, size: ImageSize) -> Picture:
     """Resize in the mode that the picture was stored in, as Pillow does: alpha is premultiplied for the
     while, palette and one-bit pictures take the nearest pixel, everything else is bicubic.
     """
-    if picture.native is None and picture.pixels.shape[2] == 3:
-        return Picture(resize_bicubic_pillow(picture.pixels, size))
     return Picture.of(picture.image.resize(size, Image.Resampling.BICUBIC))
 
 

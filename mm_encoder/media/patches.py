@@ -1,8 +1,66 @@
-"""Pixels -> patch rows in the orders that towers want."""
+"""Pixels -> patch rows in the orders that towers want: resized, placed and cut, in one native call where
+there is the library for it, and with the same bits where there is none.
+"""
 
 from __future__ import annotations
 
-from .picture import Pixels
+from enum import IntEnum
+
+import numpy as np
+
+from .._native import kernels
+from ..contract import Plan
+from .geometry import place, resize_bicubic_pillow, resize_bicubic_torch
+from .picture import Pixels, without_alpha
+
+
+class Bicubic(IntEnum):
+    """Whose arithmetic a resize follows; both are antialiased and clamp to bytes between their passes."""
+
+    PILLOW = 0
+    TORCH = 1
+
+
+_RESIZE = {Bicubic.PILLOW: resize_bicubic_pillow, Bicubic.TORCH: resize_bicubic_torch}
+
+
+def cut(
+    pixels: Pixels,
+    plan: Plan,
+    *,
+    patch: int,
+    bicubic: Bicubic,
+    fill: int,
+    merge: int = 1,
+    out: Pixels | None = None,
+) -> Pixels:
+    """Resize uint8 `pixels` [h, w, 3 or 4] to the plan's content, put that on its canvas of `fill`, and cut
+    it into rows [patches, 3·patch²] in the order of `patchify`. A fourth channel is left out.
+
+    The rows are written to `out` [patches, 3·patch²] if that is given, which must be contiguous.
+    """
+    canvas = plan.canvas
+    shape = canvas.height * canvas.width // patch**2, 3 * patch**2
+    if out is None:
+        out = np.empty(shape, np.uint8)
+    elif out.shape != shape:
+        raise ValueError(f"out must have shape {shape}, got {out.shape}")
+    if kernels is None:
+        content = _RESIZE[bicubic](without_alpha(pixels), plan.content)
+        out[:] = patchify(place(content, canvas, plan.offset, fill), patch, merge)
+    else:
+        kernels.cut(
+            pixels,
+            content=plan.content,
+            canvas=canvas,
+            offset=plan.offset,
+            fill=fill,
+            patch=patch,
+            merge=merge,
+            arithmetic=bicubic,
+            out=out,
+        )
+    return out
 
 
 def patchify(pixels: Pixels, patch: int, merge: int = 1) -> Pixels:
