@@ -1,28 +1,33 @@
-"""The native kernels: a shared library in the package, built and run without Python or Torch.
+"""The native kernels: a shared library in the package, built and run without Python or Torch; and what a
+wheel says about the runtime it was built for, in `mm_encoder/_runtime.json`.
 
 Everything else about the package is in pyproject.toml. Without a C++20 compiler the package is installed
 without the library and does the same work, slower, in NumPy, Pillow and Torch.
+
+    MM_ENCODER_PURE=1    do not build the library
+    MM_ENCODER_EXACT=1   a wheel for nothing but the Torch that is installed (python -m build --no-isolation)
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-
-class BuildLibrary(build_ext):
-    """Builds an extension as a library for `ctypes`, under a name that is the same for every Python."""
-
-    def get_ext_filename(self, fullname: str) -> str:
-        """Where the library lies, from the folder of the package."""
-        return str(Path(*fullname.split("."))) + ".so"
-
-    def get_export_symbols(self, ext: Extension) -> list[str]:
-        """No PyInit, which `ctypes` does not need."""
-        return ext.export_symbols
-
+FORMAT = 1  # of the manifest; mm_encoder/_manifest.py and install_wheel.py read it
+LIBRARY = "mm_encoder/_kernels.so"
+PURE, EXACT = (os.environ.get(f"MM_ENCODER_{name}", "") not in ("", "0") for name in ("PURE", "EXACT"))
 
 kernels = Extension(
     "mm_encoder._kernels",
@@ -40,7 +45,177 @@ kernels = Extension(
         "-Wno-maybe-uninitialized",  # GCC 12 in its own headers
         "-Wno-uninitialized",
     ],
-    optional=True,
+    # The C++ library is linked by habit; nothing of it is used, and every host may have another.
+    extra_link_args=["-Wl,--as-needed"] if sys.platform == "linux" else [],
+    optional=not EXACT,
 )
 
-setup(ext_modules=[kernels], cmdclass={"build_ext": BuildLibrary})
+
+class BuildLibrary(build_ext):
+    """Builds an extension as a library for `ctypes`, under a name that is the same for every Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Where the library lies, from the folder of the package."""
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        """No PyInit, which `ctypes` does not need."""
+        return ext.export_symbols
+
+    def build_extension(self, ext: Extension) -> None:
+        """Leaves no older library behind where the compiler fails: that would go into the wheel."""
+        try:
+            super().build_extension(ext)
+        except BaseException:
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+            raise
+
+
+class BuildWheel(bdist_wheel):
+    """Writes the manifest, and tags the wheel for what the library asks of a host: not a Python."""
+
+    def run(self) -> None:
+        """Build, look at what came of it, and pack that."""
+        if PURE and EXACT:
+            raise SystemExit("MM_ENCODER_PURE and MM_ENCODER_EXACT exclude each other: set one of them")
+        self.run_command("build")
+        self.skip_build = True
+        build_lib = Path(self.get_finalized_command("build").build_lib)
+        library = build_lib / LIBRARY
+        manifest = {
+            "format": FORMAT,
+            "version": self.distribution.get_version(),
+            "native": library.exists(),
+            "python_abi": "none",
+            "torch": torch_range(self.distribution.install_requires),
+        }
+        if library.exists():
+            tag = self.plat_name.replace("-", "_").replace(".", "_")
+            policy = oldest_policy(library, tag)
+            self.plat_name = policy or tag
+            manifest |= {
+                "machine": platform.machine(),
+                "libc": needed_libc(policy),
+                "policy": policy or f"none: {tag} is for hosts like the one it was built on",
+                "compiler": said_by(*self._compiler()[:1], "--version").splitlines()[0],
+                "instruction_sets": instruction_sets(library),
+            }
+            if EXACT:
+                manifest |= {"exact": True, "revision": revision(), "settings": self._digest()}
+                manifest |= exact_torch()
+                # Part of the name, so that it can lie beside the wheel for a range of Torch.
+                self.build_number = "1" + re.sub(r"[^0-9a-z.]+", "_", f"torch{manifest['torch_version']}")
+        else:
+            # The compiler may have failed: from here on this is a package of Python alone.
+            self.distribution.ext_modules = []
+            self.root_is_pure = True
+            manifest |= {"machine": "any", "libc": "any", "policy": "any"}
+            print("mm_encoder: no native library was built; the wheel is a pure one", file=sys.stderr)
+        text = json.dumps(manifest, indent=2) + "\n"
+        (build_lib / "mm_encoder" / "_runtime.json").write_text(text, encoding="utf-8")
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """The library is loaded by `ctypes`: any Python 3 will do."""
+        return ("py3", "none", super().get_tag()[2])
+
+    def _compiler(self) -> list[str]:
+        """The command that compiles a file."""
+        compiler = self.get_finalized_command("build_ext").compiler
+        return [*getattr(compiler, "compiler_so_cxx", compiler.compiler_so)]
+
+    def _digest(self) -> str:
+        """Of what decides how the sources become the library."""
+        settings = [said_by(self._compiler()[0], "--version"), *self._compiler(), *kernels.extra_compile_args]
+        settings += ["link", *kernels.extra_link_args]
+        return "sha256:" + hashlib.sha256("\0".join(settings).encode()).hexdigest()
+
+
+def torch_range(requirements: list[str]) -> str:
+    """The versions in pyproject.toml, such as `>=2.11`."""
+    (found,) = [match[1] for match in (re.fullmatch(r"torch([\s<>=!].*)", r) for r in requirements) if match]
+    return found.replace(" ", "")
+
+
+def oldest_policy(library: Path, tag: str) -> str | None:
+    """The name of the oldest set of libraries that suffices, as auditwheel finds it; None where it is not
+    installed, does not know this system or finds none.
+    """
+    if not tag.startswith("linux"):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        # The answer goes into the wheel, by way of the manifest: so what is asked about is another, of the
+        # library alone.
+        wheel = Path(folder, f"mm_encoder-0-py3-none-{tag}.whl")
+        with zipfile.ZipFile(wheel, "w") as file:
+            file.write(library, LIBRARY)
+            file.writestr("mm_encoder-0.dist-info/RECORD", f"{LIBRARY},,\n")
+        run = subprocess.run(
+            [sys.executable, "-m", "auditwheel", "show", "--json", str(wheel)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if run.returncode:
+        why = (run.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        print(f"mm_encoder: the wheel keeps the tag {tag}, since auditwheel fails: {why}", file=sys.stderr)
+        return None
+    found = str(json.loads(run.stdout)["overall_tag"])
+    return None if found == tag else found
+
+
+def needed_libc(policy: str | None) -> str:
+    """The oldest libc that will do; that of this machine where no policy says."""
+    older = re.match(r"manylinux_(\d+)_(\d+)_", policy or "")
+    if older:
+        return f"glibc {older[1]}.{older[2]}"
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or "not glibc"
+    except (AttributeError, ValueError, OSError):
+        return "not glibc"
+
+
+def instruction_sets(library: Path) -> list[str]:
+    """Names as `mm_level` gives them, the plainest first: those that the library has, not just this CPU."""
+    names = sorted(path.stem.removeprefix("level_") for path in Path("native").glob("level_*.cpp"))
+    names.sort(key=lambda name: name != "plain")
+    content = library.read_bytes()
+    return [name for name in names if name.encode() + b"\0" in content]
+
+
+def exact_torch() -> dict[str, str]:
+    """What an exact build is held to; the names are those of `mm_encoder._manifest.host`."""
+    try:
+        import torch
+    except ImportError:
+        raise SystemExit(
+            "MM_ENCODER_EXACT=1 builds for the Torch that is installed, and here is none. An isolated build "
+            "never has one: use `python -m build --wheel --no-isolation` in an environment with torch, "
+            "setuptools and auditwheel"
+        ) from None
+    return {
+        "torch_version": str(torch.__version__),
+        "cuda": str(torch.version.cuda or "none"),
+        "cxx_abi": str(int(torch.compiled_with_cxx11_abi())),
+    }
+
+
+def revision() -> str:
+    """The commit that is checked out, with `-dirty` after it where files differ from it."""
+    try:
+        return said_by("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise SystemExit(
+            "MM_ENCODER_EXACT=1 records the git revision: build in a git checkout, with git installed"
+        ) from None
+
+
+def said_by(*command: str) -> str:
+    """The output of a program."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+setup(
+    ext_modules=[] if PURE else [kernels],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": BuildWheel},
+)

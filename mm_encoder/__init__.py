@@ -31,6 +31,7 @@ from .errors import (
     MMEncoderError,
     PlanMismatchError,
     ReplicaError,
+    RuntimeMismatchError,
     UnsupportedMediaError,
 )
 from .planner import MediaPlanner
@@ -65,6 +66,7 @@ __all__ = [
     "MediaTooLargeError",
     "PlanMismatchError",
     "ReplicaError",
+    "RuntimeMismatchError",
     "StageTimes",
     "UnsupportedMediaError",
     "WorkerHealth",

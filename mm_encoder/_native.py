@@ -13,6 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from . import _manifest
+from .errors import RuntimeMismatchError
+
+LIBRARY = Path(__file__).with_name("_kernels.so")
 _INTERFACE = 1
 _OUT_OF_MEMORY = b"out of memory"
 
@@ -159,8 +163,15 @@ def _check(wrong: bytes | None) -> None:
 
 
 def _load() -> Kernels | None:
-    library = Path(__file__).with_name("_kernels.so")
-    return Kernels(library) if library.exists() else None
+    if not _manifest.check(LIBRARY):
+        return None
+    try:
+        return Kernels(LIBRARY)
+    except (OSError, AttributeError) as error:  # AttributeError: a function is not in it
+        raise RuntimeMismatchError(
+            f"the native library of mm-encoder cannot be used here ({error}); install mm-encoder again, an "
+            "editable install too, which builds it anew"
+        ) from error
 
 
 kernels = _load()

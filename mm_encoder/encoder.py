@@ -35,7 +35,7 @@ from .engine.replica import ReplicaSettings, build_once
 from .engine.worker import elsewhere
 from .families.registry import load_family
 from .media.source import ImageInput, check_input
-from .runtime import usable_cpus
+from .runtime import native_summary, usable_cpus
 
 logger = logging.getLogger("mm_encoder")
 
@@ -150,9 +150,9 @@ class Encoder:
         self.stream_priority = self._engine.stream_priority
         for index in range(replicas_per_gpu):
             logger.info(
-                "ready: %s (%s) replica %d of %d on %s, %s, stream priority %d",
+                "ready: %s (%s) replica %d of %d on %s, %s, stream priority %d, native kernels %s",
                 *(self.model, self.family, index + 1, replicas_per_gpu),
-                *(self.device, self.dtype, self.stream_priority),
+                *(self.device, self.dtype, self.stream_priority, native_summary()),
                 extra={"mm_event": "ready", "mm_model": self.model, "mm_worker": index},
             )
 

@@ -7,6 +7,7 @@
     │  └─ MediaTooLargeError                bytes or pixels over the limit; decided from the header
     ├─ PlanMismatchError (also ValueError)  plan or expected_tokens disagree with the source
     ├─ CheckpointError                      config, processor or weights are not what the family needs
+    ├─ RuntimeMismatchError                 built for another runtime than this host; says in what
     ├─ EncoderClosedError                   the encoder was closed
     ├─ EncoderBusyError                     no room in the queue within the caller's `timeout`
     ├─ DeadlineExceededError                the caller's `deadline` passed before the tower began
@@ -48,6 +49,12 @@ class PlanMismatchError(MMEncoderError, ValueError):
 
 class CheckpointError(MMEncoderError):
     """A checkpoint's config, processor file or tensors are missing, unexpected or not supported."""
+
+
+class RuntimeMismatchError(MMEncoderError):
+    """The installed wheel was built for another runtime than this host, or is damaged; raised by the import.
+    The message has each field that differs, as built and as here.
+    """
 
 
 class EncoderClosedError(MMEncoderError):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from . import _manifest, _native
+
 
 def usable_cpus(root: Path = Path("/")) -> int:
     """CPUs that this process may use, at least 1: its affinity, cut by the quotas of its cgroup and of those
@@ -59,8 +61,18 @@ def identity() -> Mapping[str, str]:
         "torch": str(torch.__version__),
         "torch cuda": str(torch.version.cuda or "none"),
         **versions(),
-        "native kernels": "no (this version has none; Torch, NumPy and Pillow do the work)",
+        "native kernels": native_summary(),
     }
+
+
+def native_summary() -> str:
+    """Which native kernels this process runs on, or why none."""
+    manifest = _manifest.read(_native.LIBRARY)
+    if _native.kernels is not None:
+        built = "built in place" if manifest is None else str(manifest.get("policy", "a wheel"))
+        return f"{_native.kernels.levels[-1]} (of {', '.join(_native.kernels.levels)}; {built})"
+    why = "no library was built here" if manifest is None else "a pure wheel"
+    return f"none ({why}; NumPy, Pillow and Torch do the work)"
 
 
 def versions() -> Mapping[str, str]:

@@ -133,7 +133,7 @@ bool inside(const mm_pixels& p) {
         int64_t& end = span < 0 ? low : high;
         if (__builtin_add_overflow(end, span, &end)) return false;
     }
-    return low >= 0 && high <= p.bytes - p.channels;
+    return low >= 0 && p.bytes >= p.channels && high <= p.bytes - p.channels;
 }
 
 }  // namespace
@@ -162,8 +162,8 @@ int64_t mm_interface(void) { return 1; }
 
 const char* mm_cut(const mm_cut_request* request) {
     if (!request) return "no request";
-    const mm_cut_request& cut = *request;
-    const mm_pixels& p = cut.pixels;
+    mm_cut_request cut = *request;
+    mm_pixels& p = cut.pixels;
     if (!sides({p.width, p.height, cut.content_width, cut.content_height, cut.canvas_width, cut.canvas_height,
                 cut.patch, cut.merge}))
         return "sides must be 1 to 2^24";
@@ -181,6 +181,8 @@ const char* mm_cut(const mm_cut_request* request) {
         return "out must hold three bytes for each pixel of the canvas";
     const Level* level = level_of(cut.level);
     if (!level) return "this CPU has no such instruction set";
+    if (p.width == 1) p.pixel_stride = p.channels;  // of one there is no distance
+    if (p.height == 1) p.row_stride = p.channels;
 
     OwnedAxis across, down;
     const bool resize_across = cut.content_width != p.width, resize_down = cut.content_height != p.height;

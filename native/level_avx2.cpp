@@ -21,6 +21,8 @@ namespace level_avx2 {
 constexpr int LANES = 8, VECTORS = 6;
 typedef __m256i Ints, Pairs;
 
+#include "x86.h"
+
 inline Ints all(int32_t value) { return _mm256_set1_epi32(value); }
 
 inline Pairs zip(const uint8_t* a, const uint8_t* b) {
@@ -38,20 +40,6 @@ inline void narrow(Ints sum, int shift, uint8_t* to) {
     sum = _mm256_srai_epi32(sum, shift);
     const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(half, half));
-}
-
-inline void turn(const uint8_t* const from[4], uint8_t* const to[4]) {
-    const __m128i loose = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
-    const __m128i tight = _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1);
-    __m128i rows[4];
-    for (int i = 0; i < 4; i++)
-        rows[i] = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from[i])), loose);
-    const __m128i a = _mm_unpacklo_epi32(rows[0], rows[1]), b = _mm_unpackhi_epi32(rows[0], rows[1]);
-    const __m128i c = _mm_unpacklo_epi32(rows[2], rows[3]), d = _mm_unpackhi_epi32(rows[2], rows[3]);
-    const __m128i columns[4] = {_mm_unpacklo_epi64(a, c), _mm_unpackhi_epi64(a, c), _mm_unpacklo_epi64(b, d),
-                                _mm_unpackhi_epi64(b, d)};
-    for (int i = 0; i < 4; i++)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to[i]), _mm_shuffle_epi8(columns[i], tight));
 }
 
 #include "level.inc"

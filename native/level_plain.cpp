@@ -36,6 +36,27 @@ inline void turn(const uint8_t* const from[4], uint8_t* const to[4]) {
         for (int j = 0; j < 4; j++) std::memcpy(to[j] + i * 3, from[i] + j * 3, 3);
 }
 
+struct Pixel {
+    int v[4];
+
+    static Pixel read(const uint8_t* from) { return {{from[0], from[1], from[2], from[3]}}; }
+
+    void write(uint8_t* to) const {
+        for (int i = 0; i < 4; i++) to[i] = static_cast<uint8_t>(v[i]);
+    }
+
+    Pixel plus(Pixel other) const {
+        for (int i = 0; i < 4; i++) other.v[i] = (v[i] + other.v[i]) & 255;
+        return other;
+    }
+
+    static Pixel paeth(Pixel left, Pixel up, Pixel corner) {
+        Pixel guess;
+        for (int i = 0; i < 4; i++) guess.v[i] = mm::paeth(left.v[i], up.v[i], corner.v[i]);
+        return guess;
+    }
+};
+
 #include "level.inc"
 
 }  // namespace level_plain

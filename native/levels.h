@@ -19,6 +19,14 @@ struct Axis {
     int shift = 0;           // of the sum's fixed point
 };
 
+// Paeth's choice (PNG, 9.4): of the three neighbours the one nearest to left + up - corner.
+inline int paeth(int left, int up, int corner) {
+    const int across = up - corner, down = left - corner, both = across + down;
+    const int to_left = across < 0 ? -across : across, to_up = down < 0 ? -down : down;
+    const int to_corner = both < 0 ? -both : both;
+    return to_left <= to_up && to_left <= to_corner ? left : to_up <= to_corner ? up : corner;
+}
+
 struct Level {
     const char* name;
     int64_t rows;  // which it resizes at a time

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mm_encoder import Encoder
+from mm_encoder._native import kernels
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_cuda: runs on a GPU; skipped without one")
+    config.addinivalue_line("markers", "needs_native: calls the native kernels; skipped in a pure install")
     config.addinivalue_line("markers", "threads: several threads race in it; `make stress` repeats it")
     interval = config.getoption("--switch-interval")
     if interval is not None:
@@ -40,12 +42,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Where a GPU is promised, a test that needs it must not pass by being skipped.
-    wanted = item.get_closest_marker("needs_cuda") is not None
-    if wanted and not torch.cuda.is_available():
-        if os.environ.get("FAIL_WITHOUT_CUDA"):
-            pytest.fail("FAIL_WITHOUT_CUDA is set and there is no CUDA device")
-        pytest.skip("needs a CUDA device")
+    # Where a thing is promised, a test that needs it must not pass by being skipped.
+    for name, there, what in (
+        ("CUDA", torch.cuda.is_available, "a CUDA device"),
+        (
+            "NATIVE",
+            lambda: kernels is not None,
+            "the native kernels, and they a C++ compiler",
+        ),
+    ):
+        if item.get_closest_marker(f"needs_{name.lower()}") is not None and not there():
+            if os.environ.get(f"FAIL_WITHOUT_{name}"):
+                pytest.fail(f"FAIL_WITHOUT_{name} is set and this needs {what}")
+            pytest.skip(f"needs {what}")
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ from mm_encoder.engine.engine import Engine
 from mm_encoder.engine.preprocess import Preprocessor
 from mm_encoder.engine.tally import nearest_rank
 from mm_encoder.families.glm53 import Glm53, GlmTower
+from mm_encoder.runtime import native_summary
 
 from .helpers import until
 
@@ -459,6 +460,7 @@ def test_records_have_fields_and_say_nothing_of_bad_media(
         encoder.submit(png()).exception(timeout=30)
     events = [(getattr(r, "mm_event", None), r.levelname) for r in caplog.records]
     assert events == [("ready", "INFO"), ("job_failed", "WARNING"), ("closed", "INFO")]
+    assert native_summary() in caplog.records[0].getMessage()
     failed = caplog.records[1]
     assert (failed.mm_error, failed.mm_state) == ("ReplicaError", "running")  # type: ignore[attr-defined]
     assert "ValueError: odd" in failed.getMessage()

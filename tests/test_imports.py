@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "mm_encoder"
 # Each group may import from itself and from the groups before it, as DESIGN has it.
 LAYERS = [
     {"errors"},
-    {"contract"},
+    {"contract", "_manifest"},
+    {"_native"},
     {"config", "runtime"},
     {"media", "device"},
     {"families"},

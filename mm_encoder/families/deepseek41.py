@@ -157,14 +157,16 @@ class DeepSeek41(Family):
     def preprocessing(self) -> Mapping[str, Any]:
         names = ("patch_size", "downsample_ratio", "max_image_tokens", "min_pixels", "max_wh_ratio")
         config = asdict(self.vision)
-        return {k: str(config[k]) for k in names} | {"resize": "pillow bicubic", "alpha": "dropped"}
+        return {k: str(config[k]) for k in names} | {
+            "resize": "pillow bicubic, across then down",
+            "alpha": "dropped",
+        }
 
     def plan(self, size: ImageSize) -> Plan:
         return plan_image(size, self.vision)
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
-        rows = cut(picture.pixels, plan, patch=self.vision.patch_size, bicubic=Bicubic.PILLOW, fill=_FILL)
-        return Patches(torch.from_numpy(rows), plan)
+        return cut(picture.pixels, plan, patch=self.vision.patch_size, bicubic=Bicubic.PILLOW, fill=_FILL)
 
     def token_map(self, plan: Plan) -> np.ndarray:
         down, across = token_grid(*plan.grid_thw[1:], self.vision.downsample_ratio)

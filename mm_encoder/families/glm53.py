@@ -184,15 +184,9 @@ class Glm53(Family):
         return plan_image(size, self.processor)
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
-        rows = cut(
-            over_white(picture.pixels),
-            plan,
-            patch=self.processor.patch_size,
-            merge=self.processor.merge_size,
-            bicubic=Bicubic.TORCH,
-            fill=0,
-        )
-        return Patches(torch.from_numpy(rows), plan)
+        side, merge = self.processor.patch_size, self.processor.merge_size
+        pixels = over_white(picture.pixels)
+        return cut(pixels, plan, patch=side, merge=merge, bicubic=Bicubic.TORCH, fill=0)
 
     def pixel_values(self, patches: Patches, dtype: torch.dtype) -> Tensor:
         values = look_up(patches.data, self.table)

@@ -184,7 +184,10 @@ class KimiK3(Family):
     @property
     def preprocessing(self) -> Mapping[str, Any]:
         background = None if self.background is None else asdict(self.background)
-        return asdict(self.processor) | {"background": background, "resize": "pillow bicubic, native mode"}
+        return asdict(self.processor) | {
+            "background": background,
+            "resize": "pillow bicubic, native mode, across then down",
+        }
 
     def plan(self, size: ImageSize) -> Plan:
         return plan_image(size, self.processor)
@@ -192,11 +195,9 @@ class KimiK3(Family):
     def patches(self, picture: Picture, plan: Plan) -> Patches:
         if self.processor.transparent_bg_fill_stage == "before_resize":
             picture = Picture(over_background(picture, self.background))
-        pixels = picture.pixels
-        if picture.native is not None or pixels.shape[2] == 4:
-            pixels = over_background(resize_native(picture, plan.content), self.background)
-        rows = cut(pixels, plan, patch=self.processor.patch_size, bicubic=Bicubic.PILLOW, fill=0)
-        return Patches(torch.from_numpy(rows), plan)
+        if picture.native is not None or picture.pixels.shape[2] == 4:
+            picture = Picture(over_background(resize_native(picture, plan.content), self.background))
+        return cut(picture.pixels, plan, patch=self.vision.patch_size, bicubic=Bicubic.PILLOW, fill=0)
 
     def build_tower(self, device: torch.device, dtype: torch.dtype) -> KimiTower:
         tower = KimiTower(self.vision, self.table.to(device, dtype))

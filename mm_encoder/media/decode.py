@@ -110,6 +110,8 @@ def _decompress_strictly(data: bytes, space: str) -> tuple[Pixels | None, str]:
 
 def _decode_png(data: bytes, header: Header) -> Picture:
     png = pixel_chunks(data)
+    if (pixels := png.pixels()) is not None:
+        return Picture(pixels)
     image = _load(PngImagePlugin.PngImageFile(io.BytesIO(png.data)))
     picture = Picture.of(image)
     # Pillow takes pixel data that properly ends too early, and leaves the rest of the picture at zero.

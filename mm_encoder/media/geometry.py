@@ -42,19 +42,32 @@ def resize_bicubic_torch(pixels: Pixels, size: ImageSize) -> Pixels:
 
 
 def resize_bicubic_pillow(pixels: Pixels, size: ImageSize) -> Pixels:
-    """Resize [h, w, 3] to `size` as Pillow does: bicubic in fixed point, clamped to bytes between its
-    passes. Returns [height, width, 3]; the identity size is no copy.
+    """Resize [h, w, 3] to `size` as Pillow does: bicubic in fixed point, first across and then down, clamped
+    to bytes in between. Returns [height, width, 3]; the identity size is no copy.
     """
     if pixels.shape[1::-1] == size:
         return pixels
-    return np.array(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
+    return np.array(_across_and_down(Image.fromarray(pixels), size))
 
 
 def resize_native(picture: Picture, size: ImageSize) -> Picture:
     """Resize in the mode that the picture was stored in, as Pillow does: alpha is premultiplied for the
     while, palette and one-bit pictures take the nearest pixel, everything else is bicubic.
     """
-    return Picture.of(picture.image.resize(size, Image.Resampling.BICUBIC))
+    image = picture.image
+    if image.size == size or image.mode in ("P", "1"):
+        return Picture.of(image.resize(size, Image.Resampling.NEAREST))
+    premultiplied = {"RGBA": "RGBa", "LA": "La"}.get(image.mode)
+    if premultiplied is None:
+        return Picture.of(_across_and_down(image, size))
+    return Picture.of(_across_and_down(image.convert(premultiplied), size).convert(image.mode))
+
+
+def _across_and_down(image: Image.Image, size: ImageSize) -> Image.Image:
+    # One after the other: from version 13 on, Pillow goes down first where that is less work, and clamps
+    # something else. The references were made before that.
+    across = image.resize((size.width, image.height), Image.Resampling.BICUBIC)
+    return across.resize(size, Image.Resampling.BICUBIC)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from __future__ import annotations
 from enum import IntEnum
 
 import numpy as np
+import torch
 
 from .._native import kernels
-from ..contract import Plan
+from ..contract import Patches, Plan
 from .geometry import place, resize_bicubic_pillow, resize_bicubic_torch
 from .picture import Pixels, without_alpha
 
@@ -32,22 +33,22 @@ def cut(
     bicubic: Bicubic,
     fill: int,
     merge: int = 1,
-    out: Pixels | None = None,
-) -> Pixels:
+    out: torch.Tensor | None = None,
+) -> Patches:
     """Resize uint8 `pixels` [h, w, 3 or 4] to the plan's content, put that on its canvas of `fill`, and cut
     it into rows [patches, 3·patch²] in the order of `patchify`. A fourth channel is left out.
 
-    The rows are written to `out` [patches, 3·patch²] if that is given, which must be contiguous.
+    The rows are written to `out`, uint8 [patches, 3·patch²] and contiguous, if that is given.
     """
     canvas = plan.canvas
     shape = canvas.height * canvas.width // patch**2, 3 * patch**2
     if out is None:
-        out = np.empty(shape, np.uint8)
+        out = torch.from_numpy(np.empty(shape, np.uint8))  # torch.empty might give another device's
     elif out.shape != shape:
-        raise ValueError(f"out must have shape {shape}, got {out.shape}")
+        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
     if kernels is None:
         content = _RESIZE[bicubic](without_alpha(pixels), plan.content)
-        out[:] = patchify(place(content, canvas, plan.offset, fill), patch, merge)
+        out.numpy()[:] = patchify(place(content, canvas, plan.offset, fill), patch, merge)
     else:
         kernels.cut(
             pixels,
@@ -58,9 +59,9 @@ def cut(
             patch=patch,
             merge=merge,
             arithmetic=bicubic,
-            out=out,
+            out=out.numpy(),
         )
-    return out
+    return Patches(out, plan)
 
 
 def patchify(pixels: Pixels, patch: int, merge: int = 1) -> Pixels:

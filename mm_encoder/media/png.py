@@ -7,12 +7,17 @@ import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from isal import isal_zlib  # inflates twice as fast as zlib
+
+from .._native import kernels
 from ..errors import MediaDecodeError, UnsupportedMediaError
 from .containers import png_chunks
+from .picture import Pixels
 
 _PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
-_GREY, _RGB, _PALETTE = 0, 2, 3
+_GREY, _RGB, _PALETTE, _RGBA = 0, 2, 3, 6
 # Adam7's passes: first column, first row, and the steps between columns and rows.
 _ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 _ONE_PASS = ((0, 0, 1, 1),)
@@ -37,15 +42,38 @@ class PixelChunks:
     data: bytes
     ihdr: Ihdr
     packed: list[memoryview]
+    keyed: bool
+    """Whether a tRNS chunk says what is transparent."""
 
-    def has_all_rows(self) -> bool:
-        """Whether the pixel data inflates to as many bytes as the picture has; inflates no more."""
+    def pixels(self) -> Pixels | None:
+        """The picture [h, w, 3 or 4], if it is of the usual kind (eight bits, RGB or RGBA, neither keyed nor
+        interlaced) and there are native kernels: in a third of the time that Pillow takes.
+        """
         width, height, depth, colour, _, _, interlace = self.ihdr
-        bits, missing = depth * _CHANNELS[colour], 0
+        if kernels is None or depth != 8 or colour not in (_RGB, _RGBA) or interlace or self.keyed:
+            return None
+        channels = _CHANNELS[colour]
+        data = isal_zlib.decompressobj().decompress(b"".join(self.packed), self.rows_bytes)
+        if len(data) < self.rows_bytes:
+            raise MediaDecodeError("the PNG is truncated (some of its rows are missing)")
+        pixels = np.empty((height, width, channels), np.uint8)
+        kernels.unfilter(np.frombuffer(data, np.uint8), height, width * channels, channels, pixels)
+        return pixels
+
+    @property
+    def rows_bytes(self) -> int:
+        """What the pixel data inflates to, in bytes."""
+        width, height, depth, colour, _, _, interlace = self.ihdr
+        bits, total = depth * _CHANNELS[colour], 0
         for left, top, across, down in _ADAM7 if interlace else _ONE_PASS:
             columns, rows = -((left - width) // across), -((top - height) // down)
             if columns > 0 and rows > 0:
-                missing += rows * (1 + -(-columns * bits // 8))  # a row begins with its filter's number
+                total += rows * (1 + -(-columns * bits // 8))  # a row begins with its filter's number
+        return total
+
+    def has_all_rows(self) -> bool:
+        """Whether the pixel data inflates to as many bytes as the picture has; inflates no more."""
+        missing = self.rows_bytes
         inflate = zlib.decompressobj()
         piece: bytes | memoryview
         for piece in self.packed:
@@ -60,7 +88,7 @@ def pixel_chunks(data: bytes) -> PixelChunks:
     anything. Raises MediaDecodeError or UnsupportedMediaError.
     """
     kept, packed = [data[:8]], []
-    ihdr, palette, name = None, b"", b""
+    ihdr, palette, name, keyed = None, b"", b"", False
     for name, start, end in png_chunks(data):
         # Pillow checks no CRC of pixel data. The others count too: a damaged name may hide a pixel chunk.
         crc = zlib.crc32(memoryview(data)[start - 4 : end])
@@ -81,6 +109,7 @@ def pixel_chunks(data: bytes) -> PixelChunks:
         elif name == b"IDAT":
             packed.append(memoryview(data)[start:end])
         elif name == b"tRNS" and ihdr is not None:
+            keyed = True
             kept.append(_chunk(name, _eight_bit_key(data[start:end], ihdr)))
             continue
         kept.append(data[start - 8 : end + 4])
@@ -88,7 +117,7 @@ def pixel_chunks(data: bytes) -> PixelChunks:
         raise MediaDecodeError("the PNG is truncated (no IEND)")
     if ihdr.colour == _PALETTE and not palette:
         raise MediaDecodeError("the PNG has no palette")
-    return PixelChunks(b"".join(kept), ihdr, packed)
+    return PixelChunks(b"".join(kept), ihdr, packed, keyed)
 
 
 def _chunk(name: bytes, payload: bytes) -> bytes:
