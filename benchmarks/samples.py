@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import io
+import itertools
+import json
 import shutil
 import tempfile
 from importlib import metadata
@@ -27,6 +29,44 @@ def photo(width: int, height: int, kind: str = "JPEG", noise: int = 0) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, quality=90)
     return buffer.getvalue()
+
+
+def detailed(width: int, height: int, kind: str = "JPEG") -> bytes:
+    """Photographs side by side at their own resolution: as much detail a pixel as a camera's picture has,
+    which one that was enlarged to its size lacks.
+    """
+    import skimage.data
+
+    photos = [getattr(skimage.data, name)() for name in ("astronaut", "coffee", "chelsea", "rocket")]
+    page = np.zeros((height, width, 3), np.uint8)
+    turn = itertools.cycle(photos)
+    for top in range(0, height, 300):  # as tall as the lowest of them
+        left = 0
+        while left < width:
+            part = next(turn)[: min(300, height - top), : width - left]
+            page[top : top + part.shape[0], left : left + part.shape[1]] = part
+            left += part.shape[1]
+    buffer = io.BytesIO()
+    Image.fromarray(page).save(buffer, kind, quality=90)
+    return buffer.getvalue()
+
+
+def config_folder(family: str) -> Path:
+    """Config files of a family with the released settings of its preprocessing, without weights."""
+    if family == "glm53":
+        return glm53_config_folder()
+    folder, golden = temporary_folder(), Path(__file__).parent.parent / "tests" / "golden"
+    released = {
+        "media_proc_cfg": {"in_patch_limit": 65536, "patch_limit_on_one_side": 512},
+        "vision_config": {"max_image_tokens": 1024, "min_pixels": 295936} if family == "deepseek41" else {},
+    }
+    for file in (golden / family / "checkpoint").glob("*.json"):
+        config = json.loads(file.read_text())
+        for name, settings in released.items():
+            if name in config:
+                config[name].update(settings)
+        (folder / file.name).write_text(json.dumps(config))
+    return folder
 
 
 def glm53_config_folder() -> Path:

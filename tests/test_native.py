@@ -21,10 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mm_encoder import _native
 from mm_encoder._native import Kernels, kernels
 from mm_encoder.contract import ImageSize, Plan
 from mm_encoder.families.registry import load_family
-from mm_encoder.media import patches, png
+from mm_encoder.media import png
 from mm_encoder.media.geometry import place, resize_bicubic_pillow, resize_bicubic_torch
 from mm_encoder.media.patches import Bicubic, cut, patchify
 from mm_encoder.media.picture import Picture, Pixels
@@ -433,7 +434,7 @@ def test_damaged_pixel_data_fails_where_pillow_fails_and_else_gives_the_same(
             data = b"\x89PNG\r\n\x1a\n" + chunks
         outcomes = []
         for native in (kernels, None):
-            monkeypatch.setattr(png, "kernels", native)
+            monkeypatch.setattr(_native, "kernels", native)
             try:
                 outcomes.append(decoded(data).tobytes())
             except Exception as error:
@@ -456,7 +457,7 @@ def test_families_make_the_same_patches_without_the_kernels(
         plan = family.plan(picture.size)
         found = []
         for native in (kernels, None):
-            monkeypatch.setattr(patches, "kernels", native)
+            monkeypatch.setattr(_native, "kernels", native)
             found.append(family.patches(picture, plan).data)
         assert torch.equal(*found)
 

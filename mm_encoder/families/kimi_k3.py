@@ -183,11 +183,8 @@ class KimiK3(Family):
 
     @property
     def preprocessing(self) -> Mapping[str, Any]:
-        background = None if self.background is None else asdict(self.background)
-        return asdict(self.processor) | {
-            "background": background,
-            "resize": "pillow bicubic, native mode, across then down",
-        }
+        rules = {"resize": "pillow bicubic, across then down, native mode"}
+        return asdict(self.processor) | rules | {"background": self.background and asdict(self.background)}
 
     def plan(self, size: ImageSize) -> Plan:
         return plan_image(size, self.processor)

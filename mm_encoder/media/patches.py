@@ -9,7 +9,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from .._native import kernels
+from .. import _native
 from ..contract import Patches, Plan
 from .geometry import place, resize_bicubic_pillow, resize_bicubic_torch
 from .picture import Pixels, without_alpha
@@ -46,6 +46,7 @@ def cut(
         out = torch.from_numpy(np.empty(shape, np.uint8))  # torch.empty might give another device's
     elif out.shape != shape:
         raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
+    kernels = _native.kernels
     if kernels is None:
         content = _RESIZE[bicubic](without_alpha(pixels), plan.content)
         out.numpy()[:] = patchify(place(content, canvas, plan.offset, fill), patch, merge)

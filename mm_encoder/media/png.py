@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from isal import isal_zlib  # inflates twice as fast as zlib
 
-from .._native import kernels
+from .. import _native
 from ..errors import MediaDecodeError, UnsupportedMediaError
 from .containers import png_chunks
 from .picture import Pixels
@@ -50,6 +50,7 @@ class PixelChunks:
         interlaced) and there are native kernels: in a third of the time that Pillow takes.
         """
         width, height, depth, colour, _, _, interlace = self.ihdr
+        kernels = _native.kernels
         if kernels is None or depth != 8 or colour not in (_RGB, _RGBA) or interlace or self.keyed:
             return None
         channels = _CHANNELS[colour]
