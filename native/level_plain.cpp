@@ -8,27 +8,40 @@
 namespace mm {
 namespace level_plain {
 
-constexpr int LANES = 4, VECTORS = 12;
-typedef int32_t Ints __attribute__((vector_size(16)));
+// In loops of known length, of which compilers make what vectors the machine has.
+constexpr int LANES = 16, VECTORS = 3;
+
+struct Ints {
+    int32_t v[LANES];
+};
 struct Pairs {
-    Ints a, b;
+    const uint8_t *a, *b;
 };
 
-inline Ints all(int32_t value) { return Ints{} + value; }
-
-inline Pairs zip(const uint8_t* a, const uint8_t* b) {
-    return {Ints{a[0], a[1], a[2], a[3]}, Ints{b[0], b[1], b[2], b[3]}};
+inline Ints all(int32_t value) {
+    Ints all;
+    for (int i = 0; i < LANES; i++) all.v[i] = value;
+    return all;
 }
+
+inline Pairs zip(const uint8_t* a, const uint8_t* b) { return {a, b}; }
 
 inline Ints dot(Ints sum, Pairs pairs, int32_t weights) {
-    return sum + pairs.a * static_cast<int16_t>(weights) + pairs.b * (weights >> 16);
+    const int16_t first = static_cast<int16_t>(weights), second = static_cast<int16_t>(weights >> 16);
+    for (int i = 0; i < LANES; i++) sum.v[i] += int16_t{pairs.a[i]} * first + int16_t{pairs.b[i]} * second;
+    return sum;
 }
 
-inline Ints shifted(Ints sum, Ints low, int by) { return sum * (1 << by) + low; }
+inline Ints shifted(Ints sum, Ints low, int by) {
+    for (int i = 0; i < LANES; i++) low.v[i] += sum.v[i] * (1 << by);
+    return low;
+}
 
 inline void narrow(Ints sum, int shift, uint8_t* to) {
-    sum >>= shift;
-    for (int i = 0; i < LANES; i++) to[i] = static_cast<uint8_t>(sum[i] < 0 ? 0 : sum[i] > 255 ? 255 : sum[i]);
+    for (int i = 0; i < LANES; i++) {
+        const int32_t value = sum.v[i] >> shift;
+        to[i] = static_cast<uint8_t>(value < 0 ? 0 : value > 255 ? 255 : value);
+    }
 }
 
 inline void turn(const uint8_t* const from[4], uint8_t* const to[4]) {
