@@ -28,7 +28,7 @@ works() { "$python" "$@" >"$out/import.txt" 2>&1; }
 
 if ! works -I -c 'import mm_encoder' && [ -n "$wheelhouse" ]; then
   echo "mm_encoder cannot be imported: installing what is missing from $wheelhouse"
-  for pair in numpy:numpy PIL:pillow simplejpeg:simplejpeg safetensors:safetensors filelock:filelock \
+  for pair in numpy:numpy PIL:pillow simplejpeg:simplejpeg safetensors:safetensors filelock:filelock xxhash:xxhash isal:isal \
       pytest:pytest mm_encoder:mm-encoder; do
     works -I -c "import ${pair%%:*}" && continue
     nodeps=()
