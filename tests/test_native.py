@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import shutil
 import subprocess
 import threading
@@ -250,6 +251,20 @@ def test_patches_go_where_the_caller_wants_them() -> None:
         cut(pixels, plan, **settings, out=torch.zeros(588, 4, dtype=torch.uint8).T)
 
 
+def test_a_picture_that_is_one_line_has_patches_too() -> None:
+    # Longer than the kernels take.
+    for width, height in ((2**24 + 2, 1), (1, 2**24 + 2)):
+        pixels = np.broadcast_to(np.arange(3, dtype=np.uint8) * np.uint8(90), (height, width, 3)).copy()
+        size = ImageSize(width, height)
+        content = ImageSize(min(width, 70), min(height, 70))
+        canvas = ImageSize(*(-(-side // 14) * 14 for side in content))
+        plan = Plan.on_canvas(size, content, canvas, patch=14, rows=lambda h, w: h * w)
+        rows = cut(pixels, plan, patch=14, bicubic=Bicubic.PILLOW, fill=7)
+        first = rows.data.reshape(-1, 3, 14, 14)[0]
+        assert first[:, 0, 0].tolist() == [0, 90, 180]
+        assert first[:, 13, 13].tolist() == [7, 7, 7]
+
+
 @pytest.mark.threads
 def test_threads_do_not_share_anything(native: Kernels) -> None:
     pictures = [np.random.default_rng(i).integers(0, 256, (90 + i, 70, 3), np.uint8) for i in range(4)]
@@ -329,7 +344,6 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
 def test_no_memory_is_an_error_like_any_other(native: Kernels) -> None:
     # Weights of a picture that is one pixel repeated, so that only they are large.
     pixels = np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (1, 2**24, 3))
-    resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()

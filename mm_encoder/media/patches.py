@@ -22,6 +22,9 @@ class Bicubic(IntEnum):
     TORCH = 1
 
 
+# The kernels turn a few rows at a time into columns of 64 bytes. A picture that is longer than JPEG can say
+# would have a thousand times more of them than pixels, at worst.
+_LONGEST = 1 << 16
 _RESIZE = {Bicubic.PILLOW: resize_bicubic_pillow, Bicubic.TORCH: resize_bicubic_torch}
 
 
@@ -47,7 +50,7 @@ def cut(
     elif out.shape != shape:
         raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
     kernels = _native.kernels
-    if kernels is None:
+    if kernels is None or max(pixels.shape) > _LONGEST:
         content = _RESIZE[bicubic](without_alpha(pixels), plan.content)
         out.numpy()[:] = patchify(place(content, canvas, plan.offset, fill), patch, merge)
     else:
