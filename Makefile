@@ -30,5 +30,5 @@ stress: .venv/ready-dev  ## the tests of threads, 50 times each, with threads sw
 bench: .venv/ready-bench  ## print the tables; TABLE=preprocess or tower prints one
 	.venv/bin/python -m benchmarks $(TABLE)
 
-.venv/ready-%: pyproject.toml scripts/setup
+.venv/ready-%: pyproject.toml scripts/setup setup.py $(wildcard native/*.cpp native/*.h native/*.inc)
 	scripts/setup $*

@@ -23,7 +23,6 @@ import re
 import subprocess
 import sys
 import zipfile
-import zlib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -49,7 +48,7 @@ class Mismatch(NamedTuple):
 
 def needs(manifest: Mapping[str, object]) -> dict[str, str]:
     """The fields of a manifest that a host must fit, by name; "?" for what it should say and does not."""
-    fields = ["python_abi", "machine", "libc", "torch"]
+    fields = ["python", "python_abi", "machine", "libc", "torch"]
     if manifest.get("exact"):
         fields += ["torch_version", "cuda", "cxx_abi"]
     return {field: _text(manifest.get(field)) for field in fields}
@@ -74,6 +73,7 @@ def host_runtime(*, import_torch: bool) -> dict[str, str]:
     imported; until then there is the version that it was installed as.
     """
     host = {
+        "python": platform.python_version(),
         "python_abi": str(sys.implementation.cache_tag),
         "machine": platform.machine(),
         "libc": _libc(),
@@ -96,7 +96,7 @@ def host_runtime(*, import_torch: bool) -> dict[str, str]:
 
 
 def _fits(field: str, wanted: str, here: str) -> bool:
-    if field == "torch":
+    if field in {"python", "torch"}:
         return _in_range(here, wanted)
     if field == "libc" and wanted.split(" ")[0] == here.split(" ")[0] == "glibc":
         return _release(here) >= _release(wanted)  # a newer glibc runs what was built for an older one
@@ -173,8 +173,7 @@ def look_into(path: Path) -> Wheel:
             if file.getinfo(MANIFEST).file_size > MANIFEST_BYTES:
                 return Wheel(path, {}, f"its manifest is larger than {MANIFEST_BYTES} bytes")
             manifest = json.loads(file.read(MANIFEST))
-    # ValueError: no JSON. RuntimeError: encrypted, packed in an unknown way, or JSON of too many levels.
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # as many kinds as there are ways to pack, and to be damaged
         return Wheel(path, {}, f"cannot be read: {str(error)!a}")
     if not isinstance(manifest, dict):
         return Wheel(path, {}, f"its manifest must be a JSON object, got {type(manifest).__name__}")

@@ -63,12 +63,24 @@ class BuildLibrary(build_ext):
         return ext.export_symbols
 
     def build_extension(self, ext: Extension) -> None:
-        """Leaves no older library behind where the compiler fails: that would go into the wheel."""
+        """Leaves no older library in build/ where there is to be none, or the compiler fails: it would go
+        into the wheel.
+        """
+        self.built = False
         try:
-            super().build_extension(ext)
-        except BaseException:
-            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
-            raise
+            if not PURE:
+                super().build_extension(ext)
+                self.built = True
+        finally:
+            if not self.built:
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+
+    def copy_extensions_to_source(self) -> None:
+        """Nor in a tree that is installed as it lies: it would be loaded from there."""
+        if self.built:
+            super().copy_extensions_to_source()
+        else:
+            Path(LIBRARY).unlink(missing_ok=True)
 
 
 class BuildWheel(bdist_wheel):
@@ -78,6 +90,8 @@ class BuildWheel(bdist_wheel):
         """Build, look at what came of it, and pack that."""
         if PURE and EXACT:
             raise SystemExit("MM_ENCODER_PURE and MM_ENCODER_EXACT exclude each other: set one of them")
+        # What lies in build/ may be another compiler's, and the manifest names this one.
+        self.get_finalized_command("build_ext").force = True
         self.run_command("build")
         self.skip_build = True
         build_lib = Path(self.get_finalized_command("build").build_lib)
@@ -86,6 +100,7 @@ class BuildWheel(bdist_wheel):
             "format": FORMAT,
             "version": self.distribution.get_version(),
             "native": library.exists(),
+            "python": str(self.distribution.python_requires).replace(" ", ""),
             "python_abi": "none",
             "torch": torch_range(self.distribution.install_requires),
         }
@@ -216,6 +231,6 @@ def said_by(*command: str) -> str:
 
 
 setup(
-    ext_modules=[] if PURE else [kernels],
+    ext_modules=[kernels],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": BuildWheel},
 )

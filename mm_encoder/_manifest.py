@@ -41,7 +41,7 @@ class Mismatch(NamedTuple):
 
 def needs(manifest: Mapping[str, object]) -> dict[str, str]:
     """The fields of a manifest that a host must fit, by name; "?" for what it should say and does not."""
-    fields = ["python_abi", "machine", "libc", "torch"]
+    fields = ["python", "python_abi", "machine", "libc", "torch"]
     if manifest.get("exact"):
         fields += ["torch_version", "cuda", "cxx_abi"]
     return {field: _text(manifest.get(field)) for field in fields}
@@ -66,6 +66,7 @@ def host_runtime(*, import_torch: bool) -> dict[str, str]:
     imported; until then there is the version that it was installed as.
     """
     host = {
+        "python": platform.python_version(),
         "python_abi": str(sys.implementation.cache_tag),
         "machine": platform.machine(),
         "libc": _libc(),
@@ -88,7 +89,7 @@ def host_runtime(*, import_torch: bool) -> dict[str, str]:
 
 
 def _fits(field: str, wanted: str, here: str) -> bool:
-    if field == "torch":
+    if field in {"python", "torch"}:
         return _in_range(here, wanted)
     if field == "libc" and wanted.split(" ")[0] == here.split(" ")[0] == "glibc":
         return _release(here) >= _release(wanted)  # a newer glibc runs what was built for an older one

@@ -112,15 +112,12 @@ class Kernels:
             height,
             channels,
         )
+        numbers = (arithmetic, *content, *offset, *canvas, fill, patch, merge)
+        if any(abs(number) >> 63 for number in numbers):  # of which ctypes would take the lower bits
+            raise ValueError(f"sizes must fit 64 bits, got {numbers}")
         request = _Cut(
             where,
-            arithmetic,
-            *content,
-            *offset,
-            *canvas,
-            fill,
-            patch,
-            merge,
+            *numbers,
             _writable(out),
             out.nbytes,
             level,

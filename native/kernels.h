@@ -40,7 +40,7 @@ enum mm_arithmetic {
     mm_torch = 1,   // weights in as many bits as fit int16
 };
 
-// Each returns NULL, or what is wrong; then nothing was written. "out of memory" is the one that is no fault
+// Each returns NULL, or what is wrong; then nothing was written, but for rows before one of an unknown filter. "out of memory" is the one that is no fault
 // of the caller's.
 MM_API const char* mm_cut(const struct mm_cut_request* cut);
 

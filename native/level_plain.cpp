@@ -12,7 +12,7 @@ namespace level_plain {
 constexpr int LANES = 16, VECTORS = 3;
 
 struct Ints {
-    int32_t v[LANES];
+    uint32_t v[LANES];  // of int32: parts of a sum may wrap, the whole does not
 };
 struct Pairs {
     const uint8_t *a, *b;
@@ -20,7 +20,7 @@ struct Pairs {
 
 inline Ints all(int32_t value) {
     Ints all;
-    for (int i = 0; i < LANES; i++) all.v[i] = value;
+    for (int i = 0; i < LANES; i++) all.v[i] = static_cast<uint32_t>(value);
     return all;
 }
 
@@ -28,18 +28,19 @@ inline Pairs zip(const uint8_t* a, const uint8_t* b) { return {a, b}; }
 
 inline Ints dot(Ints sum, Pairs pairs, int32_t weights) {
     const int16_t first = static_cast<int16_t>(weights), second = static_cast<int16_t>(weights >> 16);
-    for (int i = 0; i < LANES; i++) sum.v[i] += int16_t{pairs.a[i]} * first + int16_t{pairs.b[i]} * second;
+    for (int i = 0; i < LANES; i++)
+        sum.v[i] += static_cast<uint32_t>(int16_t{pairs.a[i]} * first + int16_t{pairs.b[i]} * second);
     return sum;
 }
 
 inline Ints shifted(Ints sum, Ints low, int by) {
-    for (int i = 0; i < LANES; i++) low.v[i] += sum.v[i] * (1 << by);
+    for (int i = 0; i < LANES; i++) low.v[i] += sum.v[i] << by;
     return low;
 }
 
 inline void narrow(Ints sum, int shift, uint8_t* to) {
     for (int i = 0; i < LANES; i++) {
-        const int32_t value = sum.v[i] >> shift;
+        const int32_t value = static_cast<int32_t>(sum.v[i]) >> shift;
         to[i] = static_cast<uint8_t>(value < 0 ? 0 : value > 255 ? 255 : value);
     }
 }

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from mm_encoder._manifest import host_runtime
 from .test_manifest import EXACT, PURE, RANGE, here
 
 ROOT = Path(install_wheel.__file__).parent
+DAMAGES = ("cut", "changed", "lzma", "empty", "a folder")
 NAME = "mm_encoder-0.1.0-{}py3-none-{}.whl"
 
 
@@ -91,6 +93,7 @@ def test_a_dry_run_installs_nothing(
     [
         ({"machine": "sparc"}, "machine sparc, but here: "),
         ({"libc": "glibc 9.9"}, "libc glibc 9.9, but here: "),
+        ({"python": ">=4"}, "python >=4, but here: 3."),
         ({"python_abi": "cpython-27"}, "python_abi cpython-27, but here: "),
         ({"torch": ">=99"}, "torch >=99, but here: "),
         (
@@ -111,8 +114,8 @@ def test_none_that_fits_is_said_with_what_it_needs_and_what_there_is(
     name = wheel(tmp_path, fitting(**changes)).name
     assert install_wheel.main([str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert f"this host: python_abi {host_runtime(import_torch=False)['python_abi']}, machine " in said
-    assert f"  {name}\n    needs python_abi " in said
+    assert f"this host: python {platform.python_version()}, python_abi " in said
+    assert f"  {name}\n    needs python " in said
     assert f"    does not fit: {reason}" in said
     assert pip == []
 
@@ -165,6 +168,11 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(content[: len(content) // 2])
     elif how == "changed":
         path.write_bytes(content.replace(b"must not", b"must now", 1))
+    elif how == "lzma":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
+            file.writestr("mm_encoder/__init__.py", "print()\n" * 500)
+        packed = path.read_bytes()
+        path.write_bytes(packed[:65] + bytes(15) + packed[80:])
     elif how == "empty":
         path.write_bytes(b"")
     else:
@@ -177,6 +185,7 @@ def damage(path: Path, how: str) -> None:
     [
         ("cut", "cannot be read: "),
         ("changed", "damaged: 'mm_encoder/__init__.py' in it is not what was packed"),
+        ("lzma", "cannot be read: "),
         ("empty", "cannot be read: "),
         ("a folder", "cannot be read: "),
         (None, "no manifest (mm_encoder/_runtime.json) in it"),
@@ -190,8 +199,8 @@ def damage(path: Path, how: str) -> None:
 def test_a_wheel_that_says_nothing_is_listed_with_the_reason(
     tmp_path: Path, pip: list[list[str]], capsys: pytest.CaptureFixture[str], how: str | None, reason: str
 ) -> None:
-    bad = wheel(tmp_path, fitting() if how in ("cut", "changed", "empty", "a folder") else how, "any")
-    if how in ("cut", "changed", "empty", "a folder"):
+    bad = wheel(tmp_path, fitting() if how in DAMAGES else how, "any")
+    if how in DAMAGES:
         damage(bad, str(how))
     assert install_wheel.main([str(tmp_path)]) == 2
     assert f"    does not fit: {reason}" in capsys.readouterr().err
@@ -309,3 +318,23 @@ def test_a_wheel_without_the_library_is_pure(tree: Path, variables: dict[str, st
     assert "the wheel is a pure one" in said
     with zipfile.ZipFile(path) as file:
         assert "mm_encoder/_kernels.so" not in file.namelist()
+
+
+@pytest.mark.parametrize("variables", [{"MM_ENCODER_PURE": "1"}, {"CC": "false", "CXX": "false"}])
+def test_no_older_library_is_taken_for_what_was_not_built(tree: Path, variables: dict[str, str]) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    library = tree / "mm_encoder" / "_kernels.so"
+
+    def in_place(**variables: str) -> None:
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=tree, env=os.environ | variables, check=True, capture_output=True)
+
+    in_place()
+    assert library.exists()
+    built(tree)
+    _, manifest, _ = built(tree, **variables)  # though build/ has a library that is newer than its sources
+    assert not manifest["native"]
+    (tree / "native" / "level.inc").touch()
+    in_place(**variables)
+    assert not library.exists()

@@ -18,6 +18,7 @@ from mm_encoder import RuntimeMismatchError, _manifest, _native, runtime
 from mm_encoder._manifest import check, host_runtime, mismatches
 
 HOST = {
+    "python": "3.12.1",
     "python_abi": "cpython-312",
     "machine": "x86_64",
     "libc": "glibc 2.28",
@@ -30,6 +31,7 @@ RANGE: dict[str, Any] = {
     "format": 1,
     "version": "0.1.0",
     "native": True,
+    "python": ">=3.11",
     "python_abi": "none",
     "torch": ">=2.11",
     "machine": "x86_64",
@@ -64,6 +66,7 @@ def test_a_fitting_manifest_has_nothing_against_it(manifest: dict[str, Any]) -> 
         (RANGE | {"machine": "aarch64"}, ("machine", "aarch64", "x86_64")),
         (RANGE | {"libc": "glibc 2.34"}, ("libc", "glibc 2.34", "glibc 2.28")),
         (RANGE | {"libc": "not glibc"}, ("libc", "not glibc", "glibc 2.28")),
+        (RANGE | {"python": ">=3.13"}, ("python", ">=3.13", "3.12.1")),
         (RANGE | {"python_abi": "cpython-311"}, ("python_abi", "cpython-311", "cpython-312")),
         (RANGE | {"torch": ">=2.13"}, ("torch", ">=2.13", "2.12.1+cu130")),
         (RANGE | {"torch": ">=2.11,<2.12"}, ("torch", ">=2.11,<2.12", "2.12.1+cu130")),
@@ -117,8 +120,8 @@ def test_the_host_is_this_one_however_it_is_asked() -> None:
     assert full["cuda"] == (torch.version.cuda or "none")
     assert full["cxx_abi"] in ("0", "1")
     assert full["torch"].startswith(plain["torch"])
-    assert {name: full[name] for name in ("python_abi", "machine", "libc")} == {
-        name: plain[name] for name in ("python_abi", "machine", "libc")
+    assert {name: full[name] for name in ("python", "python_abi", "machine", "libc")} == {
+        name: plain[name] for name in ("python", "python_abi", "machine", "libc")
     }
 
 
@@ -138,7 +141,7 @@ def test_the_installer_has_the_same_rules() -> None:
 def here(**changes: object) -> dict[str, Any]:
     """A manifest that fits this host, but for the changes."""
     host = host_runtime(import_torch=True)
-    return EXACT | {name: host[name] for name in EXACT.keys() & host.keys() - {"torch"}} | changes
+    return EXACT | {name: host[name] for name in EXACT.keys() & host.keys() - {"python", "torch"}} | changes
 
 
 def library_with(folder: Path, manifest: object, library: bool = True) -> Path:

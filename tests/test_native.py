@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import resource
 import shutil
 import subprocess
+import sys
+import textwrap
 import threading
 import zlib
 from itertools import product
@@ -25,6 +28,7 @@ from PIL import Image
 from mm_encoder import _native
 from mm_encoder._native import Kernels, kernels
 from mm_encoder.contract import ImageSize, Plan
+from mm_encoder.errors import MediaDecodeError
 from mm_encoder.families.registry import load_family
 from mm_encoder.media import png
 from mm_encoder.media.geometry import place, resize_bicubic_pillow, resize_bicubic_torch
@@ -95,7 +99,7 @@ def test_any_size_to_any_other_bit_for_bit(native: Kernels, bicubic: Bicubic, co
         if turn % 3 == 0:
             pixels = pixels // 128 * np.uint8(255)  # edges that overshoot, and are clamped
         wanted = RESIZE[bicubic](pixels, ImageSize(*target))
-        found = resized(native, pixels, target, bicubic, turn % len(native.levels))
+        found = resized(native, pixels, target, bicubic, turn // 3 % len(native.levels))
         assert np.array_equal(found, wanted), (source, target)
 
 
@@ -132,6 +136,30 @@ def test_pillow_s_order_of_passes_is_the_references(native: Kernels) -> None:
     assert not np.array_equal(down.resize((20, 60), Image.Resampling.BICUBIC), wanted)
     assert np.array_equal(resize_bicubic_pillow(pixels, ImageSize(20, 60)), wanted)
     assert np.array_equal(resized(native, pixels, (20, 60), Bicubic.PILLOW), wanted)
+
+
+def test_torch_for_a_cpu_without_avx2_gives_the_same(native: Kernels) -> None:
+    program = """
+        import numpy, torch
+        from mm_encoder._native import kernels
+        from mm_encoder.contract import ImageSize
+        from mm_encoder.media.geometry import resize_bicubic_torch
+
+        assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+        random = numpy.random.default_rng(0)
+        for turn in range(600):
+            width, height, new_height = (int(side) for side in random.integers(1, 120, 3))
+            size = ImageSize(1 if turn % 2 else int(random.integers(1, 120)), new_height)
+            pixels = random.integers(0, 256, (height, width, 3), numpy.uint8)
+            out = numpy.empty((size.height, size.width, 3), numpy.uint8)
+            kernels.cut(pixels, content=size, canvas=size, offset=(0, 0), fill=0, patch=1, merge=1,
+                        arithmetic=1, out=out)
+            assert (resize_bicubic_torch(pixels, size) == out).all(), (pixels.shape, size)
+    """
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_the_two_arithmetics_differ() -> None:
@@ -215,7 +243,7 @@ def test_canvas_patches_and_their_order(
     wanted = patchify(page, patch, merge)
     rows = cut(pixels, plan, patch=patch, merge=merge, bicubic=bicubic, fill=fill)
     assert np.array_equal(rows.data, wanted)
-    out = np.empty_like(wanted)
+    out = np.empty(wanted.shape, np.uint8)
     for level in range(len(kernels.levels)):
         out[:] = 1
         kernels.cut(
@@ -245,10 +273,9 @@ def test_patches_go_where_the_caller_wants_them() -> None:
     assert torch.equal(larger[1:5], cut(pixels, plan, **settings).data)
     assert not larger[0].any()
     assert not larger[5].any()
-    with pytest.raises(ValueError, match=r"must have shape \(4, 588\), got \(3, 588\)"):
-        cut(pixels, plan, **settings, out=larger[:3])
-    with pytest.raises(ValueError, match="contiguous writable"):
-        cut(pixels, plan, **settings, out=torch.zeros(588, 4, dtype=torch.uint8).T)
+    for wrong in (larger[:3], torch.zeros(588, 4, dtype=torch.uint8).T):
+        with pytest.raises(ValueError, match=r"contiguous, of shape \(4, 588\); got"):
+            cut(pixels, plan, **settings, out=wrong)
 
 
 def test_a_picture_that_is_one_line_has_patches_too() -> None:
@@ -305,6 +332,8 @@ ASKED: dict[str, Any] = {
         ({"content": (0, 8)}, "sides must be"),
         ({"content": (8, -1)}, "sides must be"),
         ({"content": (2**40, 8)}, "sides must be"),
+        ({"content": (2**64 + 8, 8)}, "64 bits"),
+        ({"fill": 2**64}, "64 bits"),
         ({"canvas": (2**25, 28)}, "sides must be"),
         ({"patch": 0}, "sides must be"),
         ({"merge": -2}, "sides must be"),
@@ -459,6 +488,52 @@ def test_damaged_pixel_data_fails_where_pillow_fails_and_else_gives_the_same(
     assert 100 < failed < 300
 
 
+@pytest.mark.parametrize("size", [(1, 1), (3, 50), (200, 90)])
+def test_odd_files_decode_on_both_ways_or_on_neither(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = np.asarray(noise(*size))
+    packed = zlib.compress(png_rows(pixels, 8))
+    head, end = ihdr(*size), png_chunk(b"IEND")
+
+    def changed(at: int, value: int) -> bytes:
+        return png_chunk(b"IHDR", head[8 : 8 + at] + bytes([value]) + head[9 + at : -4])
+
+    def parts(*pieces: bytes, between: bytes = b"") -> bytes:
+        return between.join(png_chunk(b"IDAT", piece) for piece in pieces)
+
+    wide = bytes([0x88, 0x1C]) + packed[2:]  # a window of 64 KiB, with a header's checksum that fits
+    assert int.from_bytes(wide[:2]) % 31 == 0
+    half = len(packed) // 2
+    files = {
+        "as it should be": (head + parts(packed), True),
+        "in pieces": (head + parts(packed[:half], b"", packed[half:]), True),
+        "with text in between": (
+            head + parts(packed[:5], packed[5:], between=png_chunk(b"tEXt", b"a")),
+            True,
+        ),
+        "with a palette in between": (
+            head + parts(packed[:half], packed[half:], between=png_chunk(b"PLTE", b"abc")),
+            False,
+        ),
+        "filtered otherwise": (changed(11, 1) + parts(packed), False),
+        "compressed otherwise": (changed(10, 1) + parts(packed), False),
+        "of a wide window": (head + parts(wide), False),
+        "with a wrong checksum behind the rows": (head + parts(packed[:-4], b"abcd"), True),
+        "with more behind the end": (head + parts(packed + b"more"), True),
+        "without pixels": (head + parts(b""), False),
+    }
+    for name, (chunks, good) in files.items():
+        data = b"\x89PNG\r\n\x1a\n" + chunks + end
+        for native in (kernels, None):
+            monkeypatch.setattr(_native, "kernels", native)
+            if good:
+                assert np.array_equal(decoded(data), pixels), name
+            else:
+                with pytest.raises(MediaDecodeError):
+                    decoded(data)
+
+
 # --- the same without them ---------------------------------------------------------------------------
 
 
@@ -489,7 +564,13 @@ def test_no_sanitizer_finds_anything(tmp_path: Path) -> None:
     sources = [str(path) for path in sorted(NATIVE.glob("*.cpp"))]
     build = [compiler, *flags, f"-I{NATIVE}", *sources, str(NATIVE / "fuzz" / "fuzz.cpp"), "-o", str(program)]
     subprocess.run(build, check=True, timeout=300)
+    for fault, finder in (("overrun", "AddressSanitizer"), ("overflow", "runtime error")):
+        control = subprocess.run([program, fault], capture_output=True, text=True, check=False)
+        assert control.returncode
+        assert finder in control.stderr
     rounds = "200000" if os.environ.get("FUZZ") else "3000"
-    done = subprocess.run([program, rounds], capture_output=True, text=True, timeout=3000, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "0 differences" in done.stdout
+    run = subprocess.run([program, rounds], capture_output=True, text=True, timeout=3000, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    done, refused, differences = map(int, re.findall(r"\d+", run.stdout))
+    assert done > refused > 0
+    assert differences == 0

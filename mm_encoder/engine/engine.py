@@ -182,6 +182,12 @@ class Started:
             thread.start()
             self._threads.append(thread)
 
+    def end_with(self, thread: threading.Thread) -> None:
+        """Start the thread that waits for the others; whoever ends them too waits for it."""
+        with self._lock:
+            thread.start()
+            self._threads.append(thread)
+
     def last(self) -> None:
         """Start no more."""
         with self._lock:
@@ -210,11 +216,14 @@ def _end(
 
     def finish() -> None:
         for thread in threads.all():
-            thread.join()
+            if thread is not ending:
+                thread.join()
         ended()
 
+    ending = None
     if belongs_to(scheduler):  # two callbacks that close would wait for each other
-        thread_of(scheduler, finish, "mm-encoder-end").start()
+        ending = thread_of(scheduler, finish, "mm-encoder-end")
+        threads.end_with(ending)
     else:
         finish()
 

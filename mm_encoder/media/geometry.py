@@ -26,17 +26,24 @@ def over_white(pixels: Pixels) -> Pixels:
 
 
 def resize_bicubic_torch(pixels: Pixels, size: ImageSize) -> Pixels:
-    """Resize [h, w, 3] to `size` as Torch does on a CPU: bicubic, antialiased, clamped to bytes between
-    its passes. Returns [height, width, 3]; the identity size is no copy.
+    """Resize [h, w, 3] to `size` as Torch does on a CPU with AVX2: bicubic, antialiased, clamped to bytes
+    between its passes. Returns [height, width, 3]; the identity size is no copy.
     """
     if pixels.shape[1::-1] == size:
         return pixels
+    image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
+    if size.width > 1:
+        return _as_torch(image, size)
+    # Torch 2.14 for CPUs without AVX2 repeats the first row of what is one pixel wide. Two equal columns
+    # come out right everywhere.
+    across = _as_torch(image, ImageSize(1, pixels.shape[0]))[:, :1] if pixels.shape[1] > 1 else pixels
+    column = torch.from_numpy(np.repeat(across, 2, axis=1)).permute(2, 0, 1).unsqueeze(0)
+    return np.ascontiguousarray(_as_torch(column, ImageSize(2, size.height))[:, :1])
+
+
+def _as_torch(image: torch.Tensor, size: ImageSize) -> Pixels:
     resized = torch.nn.functional.interpolate(
-        torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0),
-        size=(size.height, size.width),
-        mode="bicubic",
-        align_corners=False,
-        antialias=True,
+        image, size=(size.height, size.width), mode="bicubic", align_corners=False, antialias=True
     )
     return resized[0].permute(1, 2, 0).numpy()
 

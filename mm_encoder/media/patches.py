@@ -47,8 +47,8 @@ def cut(
     shape = canvas.height * canvas.width // patch**2, 3 * patch**2
     if out is None:
         out = torch.from_numpy(np.empty(shape, np.uint8))  # torch.empty might give another device's
-    elif out.shape != shape:
-        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
+    elif out.shape != shape or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, of shape {shape}; got {tuple(out.shape)}, {out.stride()}")
     kernels = _native.kernels
     if kernels is None or max(pixels.shape) > _LONGEST:
         content = _RESIZE[bicubic](without_alpha(pixels), plan.content)

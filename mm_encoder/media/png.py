@@ -15,6 +15,7 @@ from ..errors import MediaDecodeError, UnsupportedMediaError
 from .containers import png_chunks
 from .picture import Pixels
 
+IsalError: type[Exception] = isal_zlib.IsalError  # type: ignore[assignment]  # its stubs say an instance
 _PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 _GREY, _RGB, _PALETTE, _RGBA = 0, 2, 3, 6
@@ -54,7 +55,13 @@ class PixelChunks:
         if kernels is None or depth != 8 or colour not in (_RGB, _RGBA) or interlace or self.keyed:
             return None
         channels = _CHANNELS[colour]
-        data = isal_zlib.decompressobj().decompress(b"".join(self.packed), self.rows_bytes)
+        packed = b"".join(self.packed)
+        if packed[:1] > b"\x7f":
+            raise MediaDecodeError("the PNG is corrupt (its pixel data wants a window larger than 32 KiB)")
+        try:
+            data = isal_zlib.decompressobj().decompress(packed, self.rows_bytes)
+        except IsalError:
+            return None  # Pillow may have all rows before it comes to what is wrong, a checksum for one
         if len(data) < self.rows_bytes:
             raise MediaDecodeError("the PNG is truncated (some of its rows are missing)")
         pixels = np.empty((height, width, channels), np.uint8)
@@ -88,8 +95,8 @@ def pixel_chunks(data: bytes) -> PixelChunks:
     """Leave out text, profiles and animation: what they hold can then neither fail the picture nor cost
     anything. Raises MediaDecodeError or UnsupportedMediaError.
     """
-    kept, packed = [data[:8]], []
-    ihdr, palette, name, keyed = None, b"", b"", False
+    kept, packed = [data[:8]], list[memoryview]()
+    ihdr, palette, name, keyed, parted = None, b"", b"", False, False
     for name, start, end in png_chunks(data):
         # Pillow checks no CRC of pixel data. The others count too: a damaged name may hide a pixel chunk.
         crc = zlib.crc32(memoryview(data)[start - 4 : end])
@@ -105,9 +112,15 @@ def pixel_chunks(data: bytes) -> PixelChunks:
             if ihdr is not None:
                 raise MediaDecodeError("the PNG has a second IHDR")  # of another size than was checked
             ihdr = Ihdr(*struct.unpack(">IIBBBBB", data[start:end]))
+            if ihdr.compression or ihdr.filtering:
+                raise MediaDecodeError(
+                    "the PNG is corrupt (a way to compress or filter that there is none of)"
+                )
         elif name == b"PLTE":
-            palette = data[start:end]
+            palette, parted = data[start:end], bool(packed)
         elif name == b"IDAT":
+            if parted:
+                raise MediaDecodeError("the PNG is corrupt (a palette within its pixel data)")
             packed.append(memoryview(data)[start:end])
         elif name == b"tRNS" and ihdr is not None:
             keyed = True

@@ -58,6 +58,7 @@ void geometry(bool hostile) {
     p.channels = 3 + below(2);
     p.width = side();
     p.height = side();
+    if (below(400) == 0) (below(2) ? p.width : p.height) = 1 + below(60000);  // thousands of weights
     const int64_t gap = below(4), slack = below(9);
     p.pixel_stride = p.channels + gap;
     p.row_stride = (p.width - 1) * p.pixel_stride + p.channels + slack;
@@ -143,6 +144,16 @@ void filters(bool hostile) {
 }  // namespace
 
 int main(int count, char** arguments) {
+    const std::string_view what = count > 1 ? arguments[1] : "";
+    if (what == "overrun") {  // that the sanitizers are there
+        volatile int64_t end = 8;
+        return Bytes(8).data()[end];
+    }
+    if (what == "overflow") {
+        volatile int32_t most = INT32_MAX;
+        volatile int32_t more = most + 1;
+        return more;
+    }
     const int64_t rounds = count > 1 ? std::strtoll(arguments[1], nullptr, 10) : 1000;
     if (!mm_cut(nullptr)) differences++;
     for (int64_t round = 0; round < rounds; round++) {

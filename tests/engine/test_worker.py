@@ -40,7 +40,10 @@ def test_no_thread_starts_after_the_last() -> None:
     late = threading.Thread(target=done.wait)
     with pytest.raises(EncoderClosedError, match="while it was being made"):
         started.start(late)
+    ending = threading.Thread(target=done.wait)
+    started.end_with(ending)  # whoever ends them too waits for the one that does
+    assert len(started.all()) == 2
     done.set()
-    (only,) = started.all()
-    only.join()
+    for thread in started.all():
+        thread.join()
     assert late.ident is None
