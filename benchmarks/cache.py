@@ -103,11 +103,13 @@ def memory_hits(encoder: Encoder) -> None:
 
 
 def hits_of_threads(encoder: Encoder) -> None:
-    data, tier = planted(encoder, 64 * KIB), MemoryTier(MIB)
+    data, large, tier = planted(encoder, 64 * KIB), planted(encoder, MIB), MemoryTier(MIB)
     tier.put(KEY, Entry(torch.zeros(4, 4), METADATA))
     works: dict[str, tuple[Callable[[], object], int]] = {
         "submit().result()": (partial(hit, encoder, data), 3000),
         "SHA-256 alone": (partial(sha, data), 6000),
+        "of 1 MiB": (partial(hit, encoder, large), 600),
+        "SHA-256 of 1 MiB alone": (partial(sha, large), 600),
         "MemoryTier.get": (partial(tier.get, KEY), 400_000),
     }
     found: dict[tuple[int, str], list[float]] = {(n, name): [] for n in THREADS for name in works}
