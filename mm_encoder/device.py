@@ -54,15 +54,15 @@ class Lane(Protocol):
     def wait(self) -> None:
         """Wait until everything enqueued on this lane so far is done; for nothing else."""
 
-    def make_wait(self, consumer: Any) -> None:
+    def make_consumer_wait(self, consumer: Any) -> None:
         """Have the stream `consumer` wait for everything enqueued on this lane so far; the host does not."""
 
-    def settle(self) -> bool:
+    def drain(self) -> bool:
         """After a failed job: let nothing of it run on, so that what it left cannot fail the next. False if
         the lane cannot be used any more.
         """
 
-    def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
+    def record_stream(self, result: torch.Tensor, consumer: Any) -> None:
         """Register `result` with the stream that will read it."""
 
 
@@ -86,13 +86,13 @@ class CpuLane:
     def wait(self) -> None:
         pass
 
-    def make_wait(self, consumer: Any) -> None:
+    def make_consumer_wait(self, consumer: Any) -> None:
         pass
 
-    def settle(self) -> bool:
+    def drain(self) -> bool:
         return True
 
-    def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
+    def record_stream(self, result: torch.Tensor, consumer: Any) -> None:
         pass
 
 
@@ -139,11 +139,11 @@ class CudaLane:
         self._done.record(self._stream)
         self._done.synchronize()
 
-    def make_wait(self, consumer: Any) -> None:
+    def make_consumer_wait(self, consumer: Any) -> None:
         self._done.record(self._stream)
         consumer.wait_event(self._done)
 
-    def settle(self) -> bool:
+    def drain(self) -> bool:
         # An error of one job's work is reported once and gone. One that spoilt the context (an illegal
         # address, a failed assertion, the device gone) is reported by every call from then on.
         for _ in range(2):
@@ -154,7 +154,7 @@ class CudaLane:
             return True
         return False
 
-    def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
+    def record_stream(self, result: torch.Tensor, consumer: Any) -> None:
         # The memory belongs to the lane's stream: without this it could be given to the next job
         # while the consumer's kernels still read it.
         result.record_stream(consumer)

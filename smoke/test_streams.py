@@ -144,7 +144,7 @@ def test_control_a_late_consumer_reads_wrong_rows_without_hand_over(
     noise: list[np.ndarray[Any, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CudaLane, "hand_over", lambda *_: None)
+    monkeypatch.setattr(CudaLane, "record_stream", lambda *_: None)
     assert not all(rounds_read_late(checkpoint, device, noise))
 
 
@@ -191,7 +191,7 @@ def test_control_handoff_stream_gives_wrong_bits_without_the_wait(
     noise: list[np.ndarray[Any, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CudaLane, "make_wait", lambda *_: None)
+    monkeypatch.setattr(CudaLane, "make_consumer_wait", lambda *_: None)
     right, _ = read_at_once(checkpoint, device, noise, monkeypatch)
     assert not all(right)
 

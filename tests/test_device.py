@@ -62,9 +62,9 @@ def test_the_cpu_lane_copies_nothing_and_waits_for_nothing() -> None:
         assert lane.upload(host) is host
         assert lane.download(host) is host
         lane.wait()
-        lane.make_wait(None)
-        lane.hand_over(host, None)
-        assert lane.settle()
+        lane.make_consumer_wait(None)
+        lane.record_stream(host, None)
+        assert lane.drain()
     assert lane.priority == 0
 
 
@@ -304,7 +304,7 @@ def leave_out(step: str, lane: CudaLane, consumer: Any) -> None:
         "staging": (lane._copied, "synchronize"),
         "wait": (lane, "wait"),
         "wait_event": (consumer, "wait_event"),
-        "record_stream": (lane, "hand_over"),
+        "record_stream": (lane, "record_stream"),
     }[step]
     setattr(owner, name, lambda *_: None)
 
@@ -329,8 +329,8 @@ def right(
             if handoff == "host":
                 lane.wait()
             else:
-                lane.make_wait(consumer)
-            lane.hand_over(rows, consumer)
+                lane.make_consumer_wait(consumer)
+            lane.record_stream(rows, consumer)
         seen.append(read(rows, consumer))
         del rows
         if number % 4 == 3:
@@ -359,7 +359,7 @@ def test_the_lane_waits_for_no_work_but_its_own(gpu: Gpu, handoff: str) -> None:
     right(lane, consumer, handoff, gpu.tower, gpu.read)
     with lane.entered():
         gpu.tower(lane.upload(pictures(1)[0]))
-        assert lane.settle()
+        assert lane.drain()
     assert other.done == gpu.default.done == 0
 
 
@@ -368,7 +368,7 @@ def test_the_host_hand_off_waits_and_the_stream_hand_off_does_not(gpu: Gpu) -> N
     with lane.entered():
         stream = gpu.stream
         lane.upload(pictures(0)[0])
-        lane.make_wait(consumer)
+        lane.make_consumer_wait(consumer)
         assert stream.done == 0
         consumer.synchronize()
         assert stream.done == 1
@@ -393,8 +393,8 @@ def test_device_and_stream_are_current_only_inside_the_lane(gpu: Gpu) -> None:
     with lane.entered():
         assert gpu.current == [gpu.default, GPU, lane._stream]
     lane.wait()
-    lane.make_wait(Stream())
-    assert lane.settle()
+    lane.make_consumer_wait(Stream())
+    assert lane.drain()
     assert gpu.current == outside
 
 
@@ -488,8 +488,8 @@ def brought_by_the_writer(
             if handoff == "host":
                 lane.wait()
             else:
-                lane.make_wait(consumer)
-            lane.hand_over(made[0], consumer)
+                lane.make_consumer_wait(consumer)
+            lane.record_stream(made[0], consumer)
         host = transfers.download(made.pop(), transfers.mark(consumer))
         seen.append((host, torch.equal(host, wanted), wanted))
         consumer.synchronize()  # as far as the consumer goes, the memory can be allocated again
@@ -600,8 +600,8 @@ def test_a_follower_reads_on_a_stream_of_its_own(
     picture, other = pictures(0)[:2]
     with lane.entered():
         rows: Any = gpu.tower(lane.upload(picture))
-        lane.make_wait(first)
-        lane.hand_over(rows, first)
+        lane.make_consumer_wait(first)
+        lane.record_stream(rows, first)
         with monkeypatch.context() as patch:
             if left_out == "wait_event":
                 patch.setattr(second, "wait_event", lambda _: None)
@@ -635,7 +635,7 @@ def test_rows_that_the_host_has_waited_for_are_kept_without_waiting_for_their_co
     with lane.entered():
         rows: Any = gpu.tower(lane.upload(picture))
         lane.wait()
-        lane.hand_over(rows, busy)
+        lane.record_stream(rows, busy)
     busy.work.append(refuse)
     assert torch.equal(transfers.download(rows, transfers.mark(busy)), ~picture)
 
@@ -649,8 +649,8 @@ def test_a_hit_does_not_wait_for_somebody_elses_stream(
         transfers._up = transfers._down  # the control
     with lane.entered():
         rows: Any = gpu.tower(lane.upload(pictures(0)[0]))
-        lane.make_wait(busy)
-        lane.hand_over(rows, busy)
+        lane.make_consumer_wait(busy)
+        lane.record_stream(rows, busy)
     busy.work.append(refuse)
     with monkeypatch.context() as patch:
         patch.setattr(Event, "synchronize", lambda _: None)  # as if another thread still waited there
@@ -671,7 +671,7 @@ def test_settling_lets_nothing_of_a_failed_job_run_on(gpu: Gpu) -> None:
     lane = CudaLane(GPU, 0)
     with lane.entered():
         gpu.tower(lane.upload(pictures(0)[0]))
-        assert lane.settle()
+        assert lane.drain()
         assert gpu.stream.done == len(gpu.stream.work) == 2
 
 
@@ -692,5 +692,5 @@ def test_an_error_is_reported_once_unless_the_context_is_spoilt(
     with lane.entered():
         gpu.tower(lane.upload(pictures(0)[0]))
         monkeypatch.setattr(Event, call, reporting)
-        assert lane.settle() is usable
+        assert lane.drain() is usable
         assert gpu.stream.done == (2 if usable else 0)

@@ -53,11 +53,11 @@ def png(width: int = 30, height: int = 30, seed: int = 0) -> bytes:
 
 
 class Spoilt(CpuLane):
-    """A lane whose device is gone once `gone` is set: nothing of a failed job can be settled."""
+    """A lane whose device is gone once `gone` is set: nothing of a failed job can be drained."""
 
     gone: threading.Event
 
-    def settle(self) -> bool:
+    def drain(self) -> bool:
         return not self.gone.is_set()
 
 

@@ -57,7 +57,7 @@ class Replica(Worker):
                     self.take(None)
                     del job  # an idle replica keeps no image and no result alive
                 # Work handed over by the stream may still read the weights, which now go.
-                lane.settle()
+                lane.drain()
         except BaseException as error:
             if self.loaded.done():
                 self._scheduler.lost(self, error)
@@ -70,7 +70,7 @@ class Replica(Worker):
         try:
             result = self._encode(lane, tower, job)
         except BaseException as error:
-            if not lane.settle():
+            if not lane.drain():
                 raise  # every later job would fail too
             job.fail(error)
         else:
@@ -91,8 +91,8 @@ class Replica(Worker):
             if self._settings.handoff == "host":
                 lane.wait()
             else:
-                lane.make_wait(job.consumer)
-            lane.hand_over(rows, job.consumer)
+                lane.make_consumer_wait(job.consumer)
+            lane.record_stream(rows, job.consumer)
         job.stage_done("tower")
         metadata = ImageMetadata(
             model=self._settings.model,

@@ -46,15 +46,15 @@ class RecordingLane(CpuLane):
     def wait(self) -> None:
         self.note("wait")
 
-    def make_wait(self, consumer: Any) -> None:
+    def make_consumer_wait(self, consumer: Any) -> None:
         self.note("make wait", consumer)
 
-    def settle(self) -> bool:
-        self.note("settle")
+    def drain(self) -> bool:
+        self.note("drain")
         return True
 
-    def hand_over(self, result: torch.Tensor, consumer: Any) -> None:
-        self.note("hand over", consumer)
+    def record_stream(self, result: torch.Tensor, consumer: Any) -> None:
+        self.note("record_stream", consumer)
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_a_job_is_uploaded_run_waited_for_and_handed_over(
         assert log == [("open", 3), ("wait",)]  # the weights are there before anyone is told so
         log.clear()
         encoder.submit(IMAGE).add_done_callback(lambda _: log.append(("result",)))
-    hand_over = ("hand over", "the caller's stream")
-    assert log == [("upload",), ("tower",), ("wait",), hand_over, ("result",), ("settle",)]
+    record_stream = ("record_stream", "the caller's stream")
+    assert log == [("upload",), ("tower",), ("wait",), record_stream, ("result",), ("drain",)]
 
 
 def test_handed_over_by_the_stream_the_host_does_not_wait(glm53_checkpoint: Path, log: list[Any]) -> None:
@@ -94,8 +94,8 @@ def test_handed_over_by_the_stream_the_host_does_not_wait(glm53_checkpoint: Path
         log.clear()
         encoder.submit(IMAGE).add_done_callback(lambda _: log.append(("result",)))
     stream = "the caller's stream"
-    handed_over = [("upload",), ("make wait", stream), ("hand over", stream), ("result",)]
-    assert log == [*handed_over, ("settle",)]  # before the weights go, the work that reads them is done
+    handed_over = [("upload",), ("make wait", stream), ("record_stream", stream), ("result",)]
+    assert log == [*handed_over, ("drain",)]  # before the weights go, the work that reads them is done
 
 
 def test_a_failed_job_is_settled_before_its_caller_is_told(
@@ -107,4 +107,4 @@ def test_a_failed_job_is_settled_before_its_caller_is_told(
         future = encoder.submit(IMAGE)
         future.add_done_callback(lambda _: log.append(("result",)))
         assert isinstance(future.exception(timeout=30), ReplicaError)
-    assert log == [("upload",), ("settle",), ("result",), ("settle",)]
+    assert log == [("upload",), ("drain",), ("result",), ("drain",)]
