@@ -21,11 +21,11 @@ from .cache.inflight import Flight, Flights
 from .cache.tiered import Cache
 from .contract import ImageResult
 from .device import Transfers
-from .engine.admission import arrival
+from .engine.admission import wait_for_future
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
 from .engine.job import Job, Joined, Promise, again
-from .engine.worker import elsewhere
+from .engine.worker import run_in_new_thread
 from .errors import PlanMismatchError
 
 logger = logging.getLogger("mm_encoder")
@@ -209,11 +209,11 @@ class CachedEngine:
             except RuntimeError:  # its threads have ended, since the encoder was closed meanwhile
                 self._engine.require_usable()
                 raise
-            await arrival(looking)
+            await wait_for_future(looking)
             found = looking.result()
         except BaseException as error:
             # A coroutine that is collected may be so inside a lock that cancelling takes.
-            elsewhere(ask.cancel) if isinstance(error, GeneratorExit) else ask.cancel()
+            run_in_new_thread(ask.cancel) if isinstance(error, GeneratorExit) else ask.cancel()
             raise
         if not found:
             self._front.board(ask, job)

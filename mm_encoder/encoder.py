@@ -27,12 +27,12 @@ from .config import (
 )
 from .contract import CacheStats, EncoderStats, Health, ImageResult
 from .device import consumer_stream, default_dtype, open_transfers, parse_device
-from .engine.admission import arrival
+from .engine.admission import wait_for_future
 from .engine.call import Call, cancel_all
 from .engine.engine import Engine
 from .engine.job import Job
 from .engine.replica import ReplicaSettings, build_once
-from .engine.worker import elsewhere
+from .engine.worker import run_in_new_thread
 from .families.registry import load_family
 from .media.source import ImageInput, check_input
 from .runtime import native_summary, usable_cpus
@@ -216,17 +216,17 @@ class Encoder:
                 if call.faulty:
                     break
             for index, future in enumerate(call.futures):
-                await arrival(future)
+                await wait_for_future(future)
                 call.result(index)
             return [call.result(index) for index in range(len(call.futures))]
         except Exception:
             for future in call.cancel():
-                await arrival(future)
+                await wait_for_future(future)
             if quiet := self._engine.scheduler.quiet(call.futures):
-                await arrival(quiet)
+                await wait_for_future(quiet)
             raise
         except GeneratorExit:  # by garbage collection, maybe inside a lock that cancelling takes
-            elsewhere(partial(cancel_all, list(call.futures)))
+            run_in_new_thread(partial(cancel_all, list(call.futures)))
             raise
         except BaseException:
             call.cancel()
@@ -321,7 +321,7 @@ class Encoder:
                 closed.set_result(None)
 
         threading.Thread(target=close, args=(self._engine,), name="mm-encoder-close", daemon=True).start()
-        await arrival(closed)
+        await wait_for_future(closed)
         closed.result()
 
     def __enter__(self) -> Encoder:

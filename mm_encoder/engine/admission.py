@@ -18,7 +18,7 @@ from ..errors import EncoderBusyError, MMEncoderError
 from .budget import Budget, Turn
 from .job import Job, JobState
 from .scheduler import Scheduler
-from .worker import elsewhere
+from .worker import run_in_new_thread
 
 OpenImage = Callable[[Job], None]
 """Takes the snapshot and plans: fills in `source` and `plan` from `image`, and may raise."""
@@ -80,14 +80,14 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
         turn.add_done_callback(queue)
         try:
             async with asyncio.timeout(timeout):
-                await arrival(turn)
+                await wait_for_future(turn)
         except TimeoutError:
             _give_up(scheduler.slots, job)
-            await arrival(turn)
+            await wait_for_future(turn)
         turn.result()
 
 
-async def arrival(future: Future[Any]) -> None:
+async def wait_for_future(future: Future[Any]) -> None:
     """Wait on the running loop until `future` is done. Cancelling the waiting leaves the future alone, and
     a loop that was closed meanwhile is left alone.
     """
@@ -117,7 +117,7 @@ def _refusals(job: Job) -> Iterator[None]:
         job.drop(error)
         raise
     except GeneratorExit:  # by garbage collection, maybe inside a lock that cancelling takes
-        elsewhere(job.cancel)
+        run_in_new_thread(job.cancel)
         raise
     except BaseException:
         job.future.cancel()

@@ -19,7 +19,7 @@ from .job import Job
 from .preprocess import Prepare, Preprocessor
 from .replica import Replica, ReplicaSettings
 from .scheduler import Scheduler
-from .worker import Worker, belongs_to, elsewhere, thread_of
+from .worker import Worker, is_owned_by, owned_thread, run_in_new_thread
 
 logger = logging.getLogger("mm_encoder")
 
@@ -71,7 +71,7 @@ class Engine:
         atexit.register(at_exit)
         weakref.finalize(self, _abandon, self.scheduler, end, self._pid).atexit = False
         try:
-            deadlines = thread_of(self.scheduler, self.scheduler.deadlines.run, "mm-encoder-deadlines")
+            deadlines = owned_thread(self.scheduler, self.scheduler.deadlines.run, "mm-encoder-deadlines")
             for thread in (deadlines, *(replica.thread for replica in self._replicas)):
                 self._threads.start(thread)
             self.stream_priority = [replica.loaded.result() for replica in self._replicas].pop()
@@ -103,7 +103,7 @@ class Engine:
 
     def is_own_thread(self) -> bool:
         """Whether this is called in one of the engine's threads, as from a result's callback."""
-        return belongs_to(self.scheduler)
+        return is_owned_by(self.scheduler)
 
     def require_own_process(self) -> None:
         """Raise ForkedProcessError in a forked child."""
@@ -221,8 +221,8 @@ def _end(
         ended()
 
     ending = None
-    if belongs_to(scheduler):  # two callbacks that close would wait for each other
-        ending = thread_of(scheduler, finish, "mm-encoder-end")
+    if is_owned_by(scheduler):  # two callbacks that close would wait for each other
+        ending = owned_thread(scheduler, finish, "mm-encoder-end")
         threads.end_with(ending)
     else:
         finish()
@@ -233,4 +233,4 @@ def _abandon(scheduler: Scheduler, end: Callable[..., None], pid: int) -> None:
     scheduler's lock too, so the lock is taken in a thread of its own.
     """
     if not scheduler.closed and os.getpid() == pid:
-        elsewhere(partial(end, drain=True))
+        run_in_new_thread(partial(end, drain=True))

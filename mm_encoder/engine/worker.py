@@ -14,24 +14,24 @@ from .job import Job
 _here = threading.local()
 
 
-def thread_of(room: object, work: Callable[[], object], name: str) -> threading.Thread:
-    """A thread that will do `work` and belongs to `room`."""
+def owned_thread(owner: object, work: Callable[[], object], name: str) -> threading.Thread:
+    """Make a thread that does `work` and is marked as belonging to `owner`."""
 
     def run() -> None:
-        _here.room = room
+        _here.owner = owner
         work()
 
     return threading.Thread(target=run, name=name, daemon=True)
 
 
-def belongs_to(room: object) -> bool:
-    """Whether this is called in a thread of `room`. Thread numbers would not tell: a dead one's is given to
-    another.
+def is_owned_by(owner: object) -> bool:
+    """Return whether the calling thread belongs to `owner`. Its thread id would not tell: the system gives
+    the id of a dead thread to a new one.
     """
-    return getattr(_here, "room", None) is room
+    return getattr(_here, "owner", None) is owner
 
 
-def elsewhere(work: Callable[[], object]) -> None:
+def run_in_new_thread(work: Callable[[], object]) -> None:
     """Do `work` in a thread of its own; from anywhere, also where garbage collection has interrupted a thread
     that holds locks, of `threading` too. So a bare thread starts the one that does it.
     """
@@ -46,9 +46,9 @@ def _begin(thread: threading.Thread) -> None:
 class Worker:
     """A thread that takes one job after another from the scheduler, which notes here what it took."""
 
-    def __init__(self, name: str, room: object) -> None:
+    def __init__(self, name: str, owner: object) -> None:
         self.name = name
-        self.thread = thread_of(room, self.run, name)
+        self.thread = owned_thread(owner, self.run, name)
         self.lost = False
         """Whether it has met its end by a fault; its thread may still be about to go."""
         self._at: tuple[Job, float] | None = None

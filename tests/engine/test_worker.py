@@ -7,18 +7,18 @@ import threading
 import pytest
 
 from mm_encoder.engine.engine import Started
-from mm_encoder.engine.worker import belongs_to, thread_of
+from mm_encoder.engine.worker import is_owned_by, owned_thread
 from mm_encoder.errors import EncoderClosedError
 
 
 @pytest.mark.threads
 def test_a_thread_with_a_dead_ones_number_belongs_to_nobody() -> None:
-    room, told = object(), list[tuple[int, bool]]()
+    owner, told = object(), list[tuple[int, bool]]()
 
     def tell() -> None:
-        told.append((threading.get_ident(), belongs_to(room)))
+        told.append((threading.get_ident(), is_owned_by(owner)))
 
-    own = thread_of(room, tell, "own")
+    own = owned_thread(owner, tell, "own")
     own.start()
     own.join()
     number, belongs = told.pop()
