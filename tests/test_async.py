@@ -385,7 +385,7 @@ def test_threads_and_loops_stand_in_one_line(glm53_checkpoint: Path, towers: Hol
                     callers.append(threading.Thread(target=call))
                     callers[-1].start()
                 await until_async(lambda number=number: encoder.health().waiting == number + 1)  # type: ignore[misc]
-            numbers = [job.number for job in encoder._engine.scheduler.slots._line]
+            numbers = [job.number for job in encoder._engine.scheduler.slots._waiters]
             assert numbers == sorted(numbers)
             towers.let_go()
             await asyncio.gather(*tasks)
@@ -397,9 +397,9 @@ def test_threads_and_loops_stand_in_one_line(glm53_checkpoint: Path, towers: Hol
         order: list[int] = []
         prepared = encoder._engine.scheduler.prepared
 
-        def noted(worker: Any, turn: Any = None) -> None:
+        def noted(worker: Any, grant: Any = None) -> None:
             order.append(worker.job.number)
-            prepared(worker, turn)
+            prepared(worker, grant)
 
         encoder._engine.scheduler.prepared = noted  # type: ignore[method-assign]
         asyncio.run(main())
@@ -459,14 +459,14 @@ def test_closed_in_the_moment_that_the_timeout_passes(
     running = encoder.submit(GOOD)
     towers.wait()
     queued = encoder.submit(GOOD)
-    withdraw = Budget.withdraw
+    cancel_wait = Budget.cancel_wait
 
     def closed_before(budget: Budget[Job], job: Job) -> bool:
-        # Not `close`, which waits for the queue, and so, had the turn come meanwhile, for this very thread.
+        # Not `close`, which waits for the queue, and so, had the slot come meanwhile, for this very thread.
         encoder._engine.scheduler.close()
-        return withdraw(budget, job)
+        return cancel_wait(budget, job)
 
-    monkeypatch.setattr(Budget, "withdraw", closed_before)
+    monkeypatch.setattr(Budget, "cancel_wait", closed_before)
 
     def call() -> None:
         if asynchronous:

@@ -93,13 +93,13 @@ def go_and_end(stage: str, scheduler: Scheduler, one: Job) -> None:
 def from_a_loop(scheduler: Scheduler, one: Job) -> None:
     """What admit_async and a preprocessing thread do where the bytes do not fit yet."""
     scheduler.begin(one)
-    assert scheduler.slots.enter(one, 1) is None
+    assert scheduler.slots.acquire(one, 1) is None
     scheduler.queue(one)
     workers = [take(scheduler), take(scheduler)]
     opened(one)
-    turn = scheduler.bytes.enter(one, one.nbytes)
-    assert turn is not None
-    scheduler.prepared(workers[1], turn)
+    grant = scheduler.bytes.acquire(one, one.nbytes)
+    assert grant is not None
+    scheduler.prepared(workers[1], grant)
     scheduler.prepared(workers[0])
     scheduler.next_to_run(Worker("test", scheduler))
     assert one.state is JobState.QUEUED

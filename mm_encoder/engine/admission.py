@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import EncoderBusyError, MMEncoderError
-from .budget import Budget, Turn
+from .budget import Budget, Grant
 from .job import Job, JobState
 from .scheduler import Scheduler
 from .worker import run_in_new_thread
@@ -31,12 +31,12 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
         scheduler.begin(job)
         if job.over:
             return
-        turn = scheduler.slots.enter(job, 1)
+        grant = scheduler.slots.acquire(job, 1)
         scheduler.deadlines.watch(job)
         if job.over:  # it came to its end meanwhile, and had no place in the line to leave
             scheduler.queue(job)
             return
-        _wait(scheduler.slots, job, turn, until)
+        _wait(scheduler.slots, job, grant, until)
         if job.over:  # its deadline passed in the line
             scheduler.queue(job)
             return
@@ -49,10 +49,10 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
             job.let_go()
             return
         job.stage_done("open")
-        turn = scheduler.bytes.enter(job, job.nbytes)
-        if turn is not None and not job.over:
+        grant = scheduler.bytes.acquire(job, job.nbytes)
+        if grant is not None and not job.over:
             job.moved(JobState.IN_LINE)
-            _wait(scheduler.bytes, job, turn, until)
+            _wait(scheduler.bytes, job, grant, until)
         job.stage_done("line")
         scheduler.queue(job)
 
@@ -62,8 +62,8 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
     and asks for room for its bytes.
     """
 
-    def queue(turn: Turn | None) -> None:
-        if turn is None or turn.exception() is None:
+    def queue(grant: Grant | None) -> None:
+        if grant is None or grant.exception() is None:
             job.stage_done("line")
             scheduler.queue(job)
 
@@ -71,20 +71,20 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
         scheduler.begin(job)
         if job.over:
             return
-        turn = scheduler.slots.enter(job, 1)
+        grant = scheduler.slots.acquire(job, 1)
         scheduler.deadlines.watch(job)
-        if turn is None or job.over:
+        if grant is None or job.over:
             queue(None)
             return
         # By whoever gives the slot: it must not lie idle for as long as the loop is busy elsewhere.
-        turn.add_done_callback(queue)
+        grant.add_done_callback(queue)
         try:
             async with asyncio.timeout(timeout):
-                await wait_for_future(turn)
+                await wait_for_future(grant)
         except TimeoutError:
             _give_up(scheduler.slots, job)
-            await wait_for_future(turn)
-        turn.result()
+            await wait_for_future(grant)
+        grant.result()
 
 
 async def wait_for_future(future: Future[Any]) -> None:
@@ -124,19 +124,19 @@ def _refusals(job: Job) -> Iterator[None]:
         raise
 
 
-def _wait(budget: Budget[Job], job: Job, turn: Turn | None, until: float | None) -> None:
-    if turn is None:
+def _wait(budget: Budget[Job], job: Job, grant: Grant | None, until: float | None) -> None:
+    if grant is None:
         return
     try:
         if until is None:
-            turn.result()
+            grant.result()
         else:
-            turn.result(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
+            grant.result(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
     except TimeoutError:
         _give_up(budget, job)
-        turn.result()
+        grant.result()
 
 
 def _give_up(budget: Budget[Job], job: Job) -> None:
-    if budget.withdraw(job):  # else it came, or was refused, in the last moment
+    if budget.cancel_wait(job):  # else it came, or was refused, in the last moment
         raise EncoderBusyError("the queue is full and no room came free within the timeout")

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-Turn = Future[None]
-"""Resolves when its holder's turn has come; raises when it never will."""
+Grant = Future[None]
+"""Resolves when the holder has got its amount; raises when it never will."""
 
 
 class Budget(Generic[T]):
@@ -24,10 +24,10 @@ class Budget(Generic[T]):
         self._lock = threading.Lock()
         self._used = 0
         self._held: dict[T, int] = {}
-        self._line: OrderedDict[T, tuple[int, Turn]] = OrderedDict()
+        self._waiters: OrderedDict[T, tuple[int, Grant]] = OrderedDict()
         self._refusal: Callable[[], BaseException] | None = None
 
-    def enter(self, holder: T, amount: int) -> Turn | None:
+    def acquire(self, holder: T, amount: int) -> Grant | None:
         """Ask for `amount`: None if it was given at once, otherwise a place in the line.
 
         Raises what `close` was told to.
@@ -35,38 +35,38 @@ class Budget(Generic[T]):
         with self._lock:
             if self._refusal is not None:
                 raise self._refusal()
-            if not self._line and self._fits(amount):
+            if not self._waiters and self._fits(amount):
                 self._give(holder, amount)
                 return None
-            turn = Turn()
-            self._line[holder] = amount, turn
-            return turn
+            grant = Grant()
+            self._waiters[holder] = amount, grant
+            return grant
 
-    def withdraw(self, holder: T) -> bool:
-        """Leave the line; False if the turn had come by then."""
+    def cancel_wait(self, holder: T) -> bool:
+        """Leave the line; False if it was granted by then."""
         with self._lock:
-            if self._line.pop(holder, None) is None:
+            if self._waiters.pop(holder, None) is None:
                 return False
-            come = self._advance()
-        _tell(come)
+            granted = self._advance()
+        _notify(granted)
         return True
 
-    def leave(self, holder: T) -> None:
+    def release(self, holder: T) -> None:
         """Give back what is held, or leave the line; nothing for one who does neither."""
         with self._lock:
             self._used -= self._held.pop(holder, 0)
-            _, turn = self._line.pop(holder, (0, None))
-            come = self._advance()
-        _tell(come if turn is None else [*come, turn])
+            _, grant = self._waiters.pop(holder, (0, None))
+            granted = self._advance()
+        _notify(granted if grant is None else [*granted, grant])
 
     def close(self, refusal: Callable[[], BaseException]) -> None:
         """Refuse everyone in line and all who come; what is held stays so."""
         with self._lock:
             self._refusal = refusal
-            refused = [turn for _, turn in self._line.values()]
-            self._line.clear()
-        for turn in refused:
-            turn.set_exception(refusal())
+            refused = [grant for _, grant in self._waiters.values()]
+            self._waiters.clear()
+        for grant in refused:
+            grant.set_exception(refusal())
 
     @property
     def used(self) -> int:
@@ -78,23 +78,23 @@ class Budget(Generic[T]):
     def waiting(self) -> int:
         """How many are in line."""
         with self._lock:
-            return len(self._line)
+            return len(self._waiters)
 
     def holders(self) -> list[T]:
         """Those who hold something, longest first."""
         with self._lock:
             return list(self._held)
 
-    def _advance(self) -> list[Turn]:
-        come = []
-        while self._line:
-            holder, (amount, turn) = next(iter(self._line.items()))
+    def _advance(self) -> list[Grant]:
+        granted = []
+        while self._waiters:
+            holder, (amount, grant) = next(iter(self._waiters.items()))
             if not self._fits(amount):
                 break
-            del self._line[holder]
+            del self._waiters[holder]
             self._give(holder, amount)
-            come.append(turn)
-        return come
+            granted.append(grant)
+        return granted
 
     def _fits(self, amount: int) -> bool:
         return not self._held or self._used + amount <= self._limit
@@ -104,6 +104,6 @@ class Budget(Generic[T]):
         self._used += amount
 
 
-def _tell(turns: list[Turn]) -> None:
-    for turn in turns:
-        turn.set_result(None)
+def _notify(grants: list[Grant]) -> None:
+    for grant in grants:
+        grant.set_result(None)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ..runtime import usable_cpus
 from .admission import OpenImage
-from .budget import Turn
+from .budget import Grant
 from .job import Job
 from .scheduler import Scheduler
 from .worker import Worker
@@ -54,22 +54,22 @@ class Preprocessor(Worker):
 
     def _work(self) -> None:
         while (job := self._scheduler.next_to_prepare(self)) is not None:
-            turn = instead = None
+            grant = instead = None
             job.stage_done("queue")
             try:
                 with _CPUS:
-                    turn, instead = self._prepare_one(job)
+                    grant, instead = self._prepare_one(job)
                 if instead is not None:
                     instead()  # callbacks may take long, or need a CPU of another encoder's
             except BaseException as error:
                 job.drop(error)
             finally:
-                del job  # an idle thread keeps no picture alive, nor does a turn's callback
-                self._scheduler.prepared(self, turn)
-                turn = instead = None
+                del job  # an idle thread keeps no picture alive, nor does a grant's callback
+                self._scheduler.prepared(self, grant)
+                grant = instead = None
 
-    def _prepare_one(self, job: Job) -> tuple[Turn | None, Callable[[], None] | None]:
-        """Prepare `job`; or return its turn at room for its bytes, if it was opened here and has none; or
+    def _prepare_one(self, job: Job) -> tuple[Grant | None, Callable[[], None] | None]:
+        """Prepare `job`; or return its grant at room for its bytes, if it was opened here and has none; or
         what is to be done instead.
         """
         if job.over:
@@ -77,7 +77,7 @@ class Preprocessor(Worker):
         if job.plan is None:
             self._open_image(job)
             job.stage_done("open")
-            turn = self._scheduler.bytes.enter(job, job.nbytes)
-            if turn is not None:
-                return turn, None
+            grant = self._scheduler.bytes.acquire(job, job.nbytes)
+            if grant is not None:
+                return grant, None
         return None, self._prepare(job)

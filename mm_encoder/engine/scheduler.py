@@ -19,7 +19,7 @@ from itertools import count
 
 from ..contract import ImageResult
 from ..errors import EncoderClosedError, MMEncoderError
-from .budget import Budget, Turn
+from .budget import Budget, Grant
 from .deadlines import Deadlines
 from .job import Job, JobState, again, replica_error
 from .tally import Tally
@@ -47,7 +47,7 @@ class Scheduler:
         self._queued: list[Job] = []
         self._preparing: set[Job] = set()
         self._ready: list[Job] = []
-        self._quiet: list[tuple[frozenset[Job], Turn]] = []
+        self._quiet: list[tuple[frozenset[Job], Grant]] = []
 
     # --- the callers' side (admission.py) --------------------------------------------------------
 
@@ -75,15 +75,15 @@ class Scheduler:
         if self._refusal is not None:
             raise again(self._refusal)
 
-    def quiet(self, futures: Collection[Future[ImageResult]]) -> Turn | None:
+    def quiet(self, futures: Collection[Future[ImageResult]]) -> Grant | None:
         """When no job of these futures is in preparation any more: a cancelled one is let go of only then."""
         with self._to_prepare:
             jobs = frozenset(job for job in self._preparing if (job.asked or job.future) in futures)
             if not jobs:
                 return None
-            turn = Turn()
-            self._quiet.append((jobs, turn))
-            return turn
+            grant = Grant()
+            self._quiet.append((jobs, grant))
+            return grant
 
     # --- the threads' side (preprocess.py, replica.py) -------------------------------------------
 
@@ -101,8 +101,8 @@ class Scheduler:
             job.moved(JobState.PREPARING)
             return job
 
-    def prepared(self, worker: Worker, turn: Turn | None = None) -> None:
-        """Take back what `worker` prepared: it is ready, or over as its future is, or waits for its `turn`
+    def prepared(self, worker: Worker, grant: Grant | None = None) -> None:
+        """Take back what `worker` prepared: it is ready, or over as its future is, or waits for its `grant`
         at room for its bytes, after which it is queued again.
         """
         job = worker.job
@@ -111,10 +111,10 @@ class Scheduler:
         with self._to_run:
             worker.take(None)
             self._preparing.discard(job)
-            quiet = [turn for jobs, turn in self._quiet if self._preparing.isdisjoint(jobs)]
+            quiet = [grant for jobs, grant in self._quiet if self._preparing.isdisjoint(jobs)]
             self._quiet = [entry for entry in self._quiet if entry[1] not in quiet]
             over = job.over
-            if not over and turn is not None:
+            if not over and grant is not None:
                 job.moved(JobState.IN_LINE)
             elif not over:
                 job.moved(JobState.READY)
@@ -122,8 +122,8 @@ class Scheduler:
                 self._to_run.notify()
         if over:
             self._part(job)
-        elif turn is not None:
-            turn.add_done_callback(lambda _: self.queue(job))
+        elif grant is not None:
+            grant.add_done_callback(lambda _: self.queue(job))
         for waiting in quiet:
             waiting.set_result(None)
 
@@ -222,8 +222,8 @@ class Scheduler:
         job.let_go()
 
     def _give_back(self, job: Job) -> None:
-        self.bytes.leave(job)
-        self.slots.leave(job)
+        self.bytes.release(job)
+        self.slots.release(job)
         if self.closed:
             self._wake_all()
 

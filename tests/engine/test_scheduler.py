@@ -356,7 +356,7 @@ def test_the_timeout_is_for_both_waits_together(monkeypatch: pytest.MonkeyPatch)
     def slow(one: Job) -> None:
         clock[0] += 60  # more than the whole timeout, spent on opening
         opened(one)
-        scheduler.bytes.enter(job(90), 90)
+        scheduler.bytes.acquire(job(90), 90)
 
     run_one(scheduler)
     with pytest.raises(EncoderBusyError):
