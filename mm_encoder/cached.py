@@ -24,7 +24,7 @@ from .device import Transfers
 from .engine.admission import wait_for_future
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
-from .engine.job import Job, Joined, Promise, again
+from .engine.job import Job, Joined, Promise, copy_error
 from .engine.worker import run_in_new_thread
 from .errors import PlanMismatchError
 
@@ -98,9 +98,9 @@ class Front:
 
     def board(self, ask: Ask, job: Job) -> None:
         """A flight of its own for `ask`, which waits on the ground for the job to get its room."""
-        flight = job.flight = Flight(ask, job.give_up)
-        job.asked = ask.future
-        job.at_start = flight.begin
+        flight = job.flight = Flight(ask, job.abandon)
+        job.caller_future = ask.future
+        job.on_start = flight.begin
         job.future.add_done_callback(partial(self._landed, flight))
         self._seat(ask, flight)
 
@@ -130,12 +130,12 @@ class Front:
                 flight.land()
                 for ask in asks:
                     self._seat(ask, other)
-                return partial(job.drop, Joined())
+                return partial(job.fail_if_pending, Joined())
 
     def _give(self, flight: Flight[Ask], job: Job, entry: Entry) -> None:
         for ask in self._flights.end(flight):
             _answer(ask, partial(self._result, entry, ask))
-        job.drop(Joined())
+        job.fail_if_pending(Joined())
 
     def _seat(self, ask: Ask, flight: Flight[Ask]) -> None:
         ask.flight = flight
@@ -151,7 +151,7 @@ class Front:
         error = future.exception()
         if error is not None:
             for ask in self._flights.end(flight):
-                ask.refuse(again(error))
+                ask.refuse(copy_error(error))
             return
         result = future.result()
         try:
@@ -224,7 +224,7 @@ class CachedEngine:
         deadlines = self._engine.scheduler.deadlines
         ask = Ask(job.expected, job.consumer, deadline=job.deadline)
         job.deadline = None
-        ask.at_end = partial(_ended, deadlines)
+        ask.on_done = partial(_ended, deadlines)
         ask.future.add_done_callback(partial(_cancelled, weakref.ref(ask), deadlines, os.getpid()))
         deadlines.watch(ask)
         return ask
@@ -235,7 +235,7 @@ class CachedEngine:
             mm_hash = self._identify(job)
             found = self._front.find(ask, mm_hash, job)
         except Exception as error:
-            ask.drop(error)
+            ask.fail_if_pending(error)
             return True
         if type(job.image) is bytes:
             job.mm_hash = mm_hash  # anything else may be another when it is opened for good

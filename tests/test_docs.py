@@ -36,7 +36,7 @@ def diagram(of: type[StrEnum]) -> Steps:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """Every step that a job takes while the test runs."""
     steps: Steps = set()
-    moved, end = Job.moved, Job.end
+    moved, end = Job.move_to, Job.mark_done
 
     def ended(one: Job) -> JobState | None:
         before = end(one)
@@ -50,8 +50,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Steps:
         if one.state is not before:
             steps.add((before.name.lower(), one.state.name.lower()))
 
-    monkeypatch.setattr(Job, "moved", noted)
-    monkeypatch.setattr(Job, "end", ended)
+    monkeypatch.setattr(Job, "move_to", noted)
+    monkeypatch.setattr(Job, "mark_done", ended)
     return steps
 
 
@@ -66,7 +66,7 @@ def go_and_end(stage: str, scheduler: Scheduler, one: Job) -> None:
 
     def late_when_opened(one: Job) -> None:
         opened(one)
-        one.drop(DeadlineExceededError())
+        one.fail_if_pending(DeadlineExceededError())
 
     first = enter(scheduler, job(90)) if stage in ("line", "bytes", "loop") else None
     if stage == "loop":
@@ -86,7 +86,7 @@ def go_and_end(stage: str, scheduler: Scheduler, one: Job) -> None:
         worker = take(scheduler)
         if stage == "ready":
             scheduler.prepared(worker)
-    one.drop(DeadlineExceededError())
+    one.fail_if_pending(DeadlineExceededError())
     until(lambda: one.state is JobState.DONE)
 
 

@@ -18,20 +18,20 @@ class Waits(Protocol):
 
 
 A = TypeVar("A", bound=Waits)
-GiveUp = Callable[[BaseException | None], object]
+Abandon = Callable[[BaseException | None], object]
 
 
 class Flight(Generic[A]):
-    """The asks that wait for one piece of work. `give_up` is called when the last has gone, with its reason;
+    """The asks that wait for one piece of work. `abandon` is called when the last has gone, with its reason;
     `tag` is for whoever lands it.
     """
 
-    def __init__(self, first: A, give_up: GiveUp) -> None:
+    def __init__(self, first: A, abandon: Abandon) -> None:
         self.key = b""
         self.tag: Any = None
         self._asks: list[A] | None = [first]
         self._running = False
-        self._give_up: GiveUp | None = give_up
+        self._abandon: Abandon | None = abandon
         self._lock = threading.Lock()
 
     def join(self, *asks: A) -> bool:
@@ -54,15 +54,15 @@ class Flight(Generic[A]):
 
     def leave(self, ask: A, why: BaseException | None = None) -> None:
         """Wait no more, because of `why`; None: it was cancelled."""
-        give_up = None
+        abandon = None
         with self._lock:
             if self._asks is None or not any(other is ask for other in self._asks):
                 return
             self._asks = [other for other in self._asks if other is not ask] or None
             if self._asks is None:
-                give_up, self._give_up = self._give_up, None
-        if give_up is not None:
-            give_up(why)
+                abandon, self._abandon = self._abandon, None
+        if abandon is not None:
+            abandon(why)
 
     def asks(self) -> list[A]:
         """Those who wait at this moment."""
@@ -73,7 +73,7 @@ class Flight(Generic[A]):
         """End it; returns those who waited. Nobody can join any more."""
         with self._lock:
             asks, self._asks = self._asks, None
-            self._give_up = None  # it belongs to the work, which knows the flight
+            self._abandon = None  # it belongs to the work, which knows the flight
             return asks or []
 
 

@@ -29,29 +29,29 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
     until = None if timeout is None else time.monotonic() + timeout
     with _refusals(job):
         scheduler.begin(job)
-        if job.over:
+        if job.finished:
             return
         grant = scheduler.slots.acquire(job, 1)
         scheduler.deadlines.watch(job)
-        if job.over:  # it came to its end meanwhile, and had no place in the line to leave
+        if job.finished:  # it came to its end meanwhile, and had no place in the line to leave
             scheduler.queue(job)
             return
         _wait(scheduler.slots, job, grant, until)
-        if job.over:  # its deadline passed in the line
+        if job.finished:  # its deadline passed in the line
             scheduler.queue(job)
             return
         job.stage_done("line")
-        job.moved(JobState.OPENING)
+        job.move_to(JobState.OPENING)
         try:
             open_image(job)
         except Exception as error:
-            job.drop(error)
-            job.let_go()
+            job.fail_if_pending(error)
+            job.release_buffers()
             return
         job.stage_done("open")
         grant = scheduler.bytes.acquire(job, job.nbytes)
-        if grant is not None and not job.over:
-            job.moved(JobState.IN_LINE)
+        if grant is not None and not job.finished:
+            job.move_to(JobState.WAITING)
             _wait(scheduler.bytes, job, grant, until)
         job.stage_done("line")
         scheduler.queue(job)
@@ -69,11 +69,11 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
 
     with _refusals(job):
         scheduler.begin(job)
-        if job.over:
+        if job.finished:
             return
         grant = scheduler.slots.acquire(job, 1)
         scheduler.deadlines.watch(job)
-        if grant is None or job.over:
+        if grant is None or job.finished:
             queue(None)
             return
         # By whoever gives the slot: it must not lie idle for as long as the loop is busy elsewhere.
@@ -82,7 +82,7 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
             async with asyncio.timeout(timeout):
                 await wait_for_future(grant)
         except TimeoutError:
-            _give_up(scheduler.slots, job)
+            _raise_if_busy(scheduler.slots, job)
             await wait_for_future(grant)
         grant.result()
 
@@ -114,7 +114,7 @@ def _refusals(job: Job) -> Iterator[None]:
     try:
         yield
     except MMEncoderError as error:
-        job.drop(error)
+        job.fail_if_pending(error)
         raise
     except GeneratorExit:  # by garbage collection, maybe inside a lock that cancelling takes
         run_in_new_thread(job.cancel)
@@ -133,10 +133,10 @@ def _wait(budget: Budget[Job], job: Job, grant: Grant | None, until: float | Non
         else:
             grant.result(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
     except TimeoutError:
-        _give_up(budget, job)
+        _raise_if_busy(budget, job)
         grant.result()
 
 
-def _give_up(budget: Budget[Job], job: Job) -> None:
+def _raise_if_busy(budget: Budget[Job], job: Job) -> None:
     if budget.cancel_wait(job):  # else it came, or was refused, in the last moment
         raise EncoderBusyError("the queue is full and no room came free within the timeout")

@@ -14,7 +14,7 @@ from ..config import require_int
 from ..contract import ImageResult
 from ..errors import EncoderClosedError, MMEncoderError
 from ..media.source import is_image
-from .job import again
+from .job import copy_error
 
 
 class Call:
@@ -60,7 +60,7 @@ class Call:
         except (MMEncoderError, TypeError) as error:
             if self._single:
                 raise
-            raise again(error, f"images[{index}]: {error}") from error.__cause__ or error
+            raise copy_error(error, f"images[{index}]: {error}") from error.__cause__ or error
 
 
 def cancel_all(futures: list[Future[ImageResult]]) -> list[Future[ImageResult]]:

@@ -27,7 +27,7 @@ class Deadlines:
             if self._next is None or job.deadline < self._next:
                 self._changed.notify()
         if job.deadline <= time.monotonic():
-            job.drop(_late())
+            job.fail_if_pending(_late())
 
     def forget(self, job: Promise) -> None:
         """`job` is done."""
@@ -51,7 +51,7 @@ class Deadlines:
                     self._changed.wait(None if self._next is None else min(self._next - now, 3600.0))
                     continue
             for job in late:
-                job.drop(_late())
+                job.fail_if_pending(_late())
             del late, job  # nothing is kept while waiting
 
     def end(self) -> None:

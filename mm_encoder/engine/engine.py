@@ -124,7 +124,7 @@ class Engine:
             queue_length=len(waiting),
             queue_bytes=self.scheduler.bytes.used,
             waiting=self.scheduler.slots.waiting,
-            oldest_s=max((time.monotonic() - job.born for job in waiting), default=None),
+            oldest_s=max((time.monotonic() - job.created_at for job in waiting), default=None),
             last_error=self.scheduler.tally.last_error,
         )
 

@@ -26,7 +26,7 @@ E = TypeVar("E", bound=BaseException)
 class JobState(StrEnum):
     """Where a job is; docs/engine.md draws how it gets from one to another."""
 
-    IN_LINE = "in line"
+    WAITING = "waiting"
     """For a slot of the queue; once opened, for room for its bytes."""
     OPENING = "opening"
     """The calling thread takes the snapshot and reads the header."""
@@ -47,7 +47,7 @@ class Promise:
     future: Future[ImageResult] = field(default_factory=Future, kw_only=True)
     deadline: float | None = field(default=None, kw_only=True)
     """On time.monotonic()'s clock."""
-    at_end: Callable[[Any, BaseException | None], None] = field(default=lambda _, error: None, kw_only=True)
+    on_done: Callable[[Any, BaseException | None], None] = field(default=lambda _, error: None, kw_only=True)
     """Called with the promise and its error once it has its outcome, before anyone can see that; not when
     it is cancelled.
     """
@@ -76,16 +76,16 @@ class Promise:
 
     def succeed(self, result: ImageResult) -> None:
         """Hand the result to the caller of what was started."""
-        self.at_end(self, None)
+        self.on_done(self, None)
         _resolve(self.future.set_result, result)
 
     def fail(self, error: BaseException) -> None:
         """Hand `error`, as one of the library's, to the caller of what was started."""
-        ours = without_frames(_as_ours(error))
-        self.at_end(self, ours)
+        ours = strip_tracebacks(_as_ours(error))
+        self.on_done(self, ours)
         _resolve(self.future.set_exception, ours)
 
-    def drop(self, error: BaseException) -> None:
+    def fail_if_pending(self, error: BaseException) -> None:
         """Fail it unless it was started, or cancelled, before."""
         if self.start():
             self.fail(error)
@@ -111,16 +111,16 @@ class Job(Promise):
     """Known once the image is opened."""
     patches: Patches | None = None
     mm_hash: str = ""
-    at_start: Callable[[], None] = lambda: None
+    on_start: Callable[[], None] = lambda: None
     """Called once a replica has it."""
     flight: Any = None
     """Who waits for it, where there is a cache (see `cached.py`)."""
-    asked: Future[ImageResult] | None = None
+    caller_future: Future[ImageResult] | None = None
     """What the caller who began it holds instead of `future`, where there is a cache."""
-    state: JobState = JobState.IN_LINE
+    state: JobState = JobState.WAITING
     timings: dict[str, float] = field(default_factory=dict)
     """Milliseconds by stage."""
-    born: float = field(default_factory=time.monotonic)
+    created_at: float = field(default_factory=time.monotonic)
     _mark: float = field(default_factory=time.perf_counter)
 
     @property
@@ -131,17 +131,17 @@ class Job(Promise):
         return self.source.nbytes + 3 * self.plan.canvas.width * self.plan.canvas.height
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether nothing more needs to be done for it."""
         return self.state is JobState.DONE or self.future.cancelled()
 
-    def moved(self, state: JobState) -> None:
+    def move_to(self, state: JobState) -> None:
         """Note where it is now. What is done stays so, whoever still works on it."""
         with self._lock:
             if self.state is not JobState.DONE:
                 self.state = state
 
-    def end(self) -> JobState | None:
+    def mark_done(self) -> JobState | None:
         """It is done: where it was, for the one who says so first."""
         with self._lock:
             before = self.state
@@ -154,14 +154,14 @@ class Job(Promise):
         self.timings[stage] = self.timings.get(stage, 0.0) + (now - self._mark) * 1e3
         self._mark = now
 
-    def give_up(self, why: BaseException | None) -> None:
+    def abandon(self, why: BaseException | None) -> None:
         """Nobody waits for it any more; the last who did went because of `why`, or cancelled."""
         if why is None:
             self.cancel()
         else:
-            self.drop(why)
+            self.fail_if_pending(why)
 
-    def let_go(self) -> None:
+    def release_buffers(self) -> None:
         """Hold no picture any more."""
         self.image = self.source = self.patches = None
 
@@ -178,7 +178,7 @@ class Joined(MMEncoderError):
     """How a job ends whose image another job, or memory, already has the result of. No caller sees it."""
 
 
-def without_frames(error: E) -> E:
+def strip_tracebacks(error: E) -> E:
     """`error`, from which no frame can be reached: a kept exception must not keep pictures, tensors or
     weights alive, nor itself, through the frames that it went through.
     """
@@ -193,7 +193,7 @@ def without_frames(error: E) -> E:
     return error
 
 
-def again(error: E, message: str | None = None) -> E:
+def copy_error(error: E, message: str | None = None) -> E:
     """A copy to be raised elsewhere, as an exception takes on the frames of whoever raises it."""
     copy = type(error)(*error.args) if message is None else type(error)(message)
     copy.__cause__ = error.__cause__
@@ -214,7 +214,7 @@ def replica_error(what: str, cause: BaseException) -> ReplicaError:
     """An engine fault, chained to its cause, with what the cause's frames would tell as text."""
     error = ReplicaError(f"{what}: {type(cause).__name__}: {cause}")
     error.add_note("".join(traceback.format_tb(cause.__traceback__)).rstrip())
-    error.__cause__ = without_frames(cause)
+    error.__cause__ = strip_tracebacks(cause)
     return error
 
 

@@ -49,7 +49,7 @@ class Preprocessor(Worker):
             except BaseException as error:  # no job's fault: those are caught at the job
                 logger.exception("%s was interrupted and goes on", self.name)
                 if self.job is not None:
-                    self.job.drop(error)
+                    self.job.fail_if_pending(error)
                 self._scheduler.prepared(self)
 
     def _work(self) -> None:
@@ -62,7 +62,7 @@ class Preprocessor(Worker):
                 if instead is not None:
                     instead()  # callbacks may take long, or need a CPU of another encoder's
             except BaseException as error:
-                job.drop(error)
+                job.fail_if_pending(error)
             finally:
                 del job  # an idle thread keeps no picture alive, nor does a grant's callback
                 self._scheduler.prepared(self, grant)
@@ -72,7 +72,7 @@ class Preprocessor(Worker):
         """Prepare `job`; or return its grant at room for its bytes, if it was opened here and has none; or
         what is to be done instead.
         """
-        if job.over:
+        if job.finished:
             return None, None
         if job.plan is None:
             self._open_image(job)

@@ -12,7 +12,7 @@ import torch
 from ..contract import ImageMetadata, ImageResult
 from ..device import Lane, open_lane, out_of_memory
 from ..errors import ReplicaError
-from .job import Job, without_frames
+from .job import Job, strip_tracebacks
 from .scheduler import Scheduler
 from .worker import Worker
 
@@ -63,7 +63,7 @@ class Replica(Worker):
                 self._scheduler.lost(self, error)
             else:
                 ours = out_of_memory(error, "the weights of a replica") or error
-                self.loaded.set_exception(without_frames(ours))
+                self.loaded.set_exception(strip_tracebacks(ours))
 
     def _run_job(self, lane: Lane, tower: TowerFunction, job: Job) -> None:
         job.stage_done("wait")

@@ -21,7 +21,7 @@ from ..contract import ImageResult
 from ..errors import EncoderClosedError, MMEncoderError
 from .budget import Budget, Grant
 from .deadlines import Deadlines
-from .job import Job, JobState, again, replica_error
+from .job import Job, JobState, copy_error, replica_error
 from .tally import Tally
 from .worker import Worker
 
@@ -55,30 +55,30 @@ class Scheduler:
         """Take note of a new job, and from here on of its end."""
         self.tally.begun()
         job.number = next(self._numbers)
-        job.at_end = self._over
+        job.on_done = self._over
         # By weak reference: a future that held its job would keep its own result alive in a cycle.
         job.future.add_done_callback(partial(self._cancelled, weakref.ref(job)))
 
     def queue(self, job: Job) -> None:
         """Let a job be prepared: one with a slot and, if it was opened, with room for its bytes."""
         with self._to_prepare:
-            over = job.over
-            if not over:
-                job.moved(JobState.QUEUED)
+            finished = job.finished
+            if not finished:
+                job.move_to(JobState.QUEUED)
                 insort(self._queued, job, key=_by_number)
                 self._to_prepare.notify()
-        if over:
+        if finished:
             self._part(job)
 
     def require_open(self) -> None:
         """Raise EncoderClosedError after `close`, ReplicaError when no replica is left."""
         if self._refusal is not None:
-            raise again(self._refusal)
+            raise copy_error(self._refusal)
 
     def quiet(self, futures: Collection[Future[ImageResult]]) -> Grant | None:
         """When no job of these futures is in preparation any more: a cancelled one is let go of only then."""
         with self._to_prepare:
-            jobs = frozenset(job for job in self._preparing if (job.asked or job.future) in futures)
+            jobs = frozenset(job for job in self._preparing if (job.caller_future or job.future) in futures)
             if not jobs:
                 return None
             grant = Grant()
@@ -98,7 +98,7 @@ class Scheduler:
             worker.take(job)
             self._preparing.add(job)
             del self._queued[0]
-            job.moved(JobState.PREPARING)
+            job.move_to(JobState.PREPARING)
             return job
 
     def prepared(self, worker: Worker, grant: Grant | None = None) -> None:
@@ -113,14 +113,14 @@ class Scheduler:
             self._preparing.discard(job)
             quiet = [grant for jobs, grant in self._quiet if self._preparing.isdisjoint(jobs)]
             self._quiet = [entry for entry in self._quiet if entry[1] not in quiet]
-            over = job.over
-            if not over and grant is not None:
-                job.moved(JobState.IN_LINE)
-            elif not over:
-                job.moved(JobState.READY)
+            finished = job.finished
+            if not finished and grant is not None:
+                job.move_to(JobState.WAITING)
+            elif not finished:
+                job.move_to(JobState.READY)
                 insort(self._ready, job, key=_by_number)
                 self._to_run.notify()
-        if over:
+        if finished:
             self._part(job)
         elif grant is not None:
             grant.add_done_callback(lambda _: self.queue(job))
@@ -140,12 +140,12 @@ class Scheduler:
                 started = job.start()
                 del self._ready[0]
                 if started:
-                    job.moved(JobState.RUNNING)
+                    job.move_to(JobState.RUNNING)
                 else:
                     worker.take(None)
             if started:
                 self._give_back(job)
-                job.at_start()
+                job.on_start()
                 return job
             self._part(job)
 
@@ -163,12 +163,12 @@ class Scheduler:
             if not self.closed:
                 self._refuse(error)
             for job in self.slots.holders():
-                job.drop(again(error))
+                job.fail_if_pending(copy_error(error))
         job_of = worker.job
         worker.take(None)
         if job_of is not None:
             job_of.start()
-            job_of.fail(again(error))
+            job_of.fail(copy_error(error))
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -186,11 +186,11 @@ class Scheduler:
 
     def _refuse(self, error: MMEncoderError) -> None:
         self._refusal = error
-        self.slots.close(partial(again, error))
+        self.slots.close(partial(copy_error, error))
 
     def _over(self, job: Job, error: BaseException | None) -> None:
         """A job has its outcome, in whatever thread gave it that, or noticed first that it was cancelled."""
-        before = job.end()
+        before = job.mark_done()
         if before is None:
             return
         self.tally.ended(job, error)
@@ -202,7 +202,7 @@ class Scheduler:
         if not busy:
             self._give_back(job)
         if not busy and before is not JobState.OPENING:  # else it is let go of by the thread that has it
-            job.let_go()
+            job.release_buffers()
         self.deadlines.forget(job)
 
     def _cancelled(self, watch: weakref.ref[Job], future: Future[ImageResult]) -> None:
@@ -219,7 +219,7 @@ class Scheduler:
         if job.future.cancelled():
             job.tell_cancelled()
         self._give_back(job)
-        job.let_go()
+        job.release_buffers()
 
     def _give_back(self, job: Job) -> None:
         self.bytes.release(job)

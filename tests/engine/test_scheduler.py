@@ -260,7 +260,7 @@ def test_whoever_waits_for_a_cancelled_job_is_released(stage: str) -> None:
     waiting.future.cancel()
     assert wait([waiting.future], timeout=5).not_done == set()
     assert not waiting.start()
-    waiting.drop(ValueError())
+    waiting.fail_if_pending(ValueError())
     assert waiting.future.cancelled()
 
 
@@ -277,7 +277,7 @@ def test_cancelling_dropping_and_starting_race_and_one_of_them_wins() -> None:
 
         def drop(racing: Job = racing, barrier: threading.Barrier = barrier) -> None:
             barrier.wait()
-            racing.drop(DeadlineExceededError())
+            racing.fail_if_pending(DeadlineExceededError())
 
         def start(
             racing: Job = racing, barrier: threading.Barrier = barrier, outcome: list[bool] = outcome
@@ -460,7 +460,7 @@ def test_what_is_late_while_opened_does_not_wait_for_its_bytes() -> None:
 
     def slow(one: Job) -> None:
         opened(one)
-        one.drop(DeadlineExceededError())
+        one.fail_if_pending(DeadlineExceededError())
 
     caller = started(lambda: admit(scheduler, late, slow, None))
     caller.join(5)
