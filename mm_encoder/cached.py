@@ -260,4 +260,4 @@ def _cancelled(watch: weakref.ref[Ask], deadlines: Deadlines, pid: int, future: 
     ask = watch()
     if ask is not None and future.cancelled() and os.getpid() == pid:  # not in a forked child
         _ended(deadlines, ask, None)
-        ask.tell_cancelled()
+        ask.notify_cancelled()

@@ -185,8 +185,8 @@ class Encoder:
             return [call.result(index) for index in range(len(call.futures))]
         finally:
             wait(call.cancel())
-            if quiet := self._engine.scheduler.quiet(call.futures):
-                quiet.result()
+            if idle := self._engine.scheduler.preparation_idle(call.futures):
+                idle.result()
             # What is raised holds this frame, which must not hold it, nor the results of the others.
             call.futures.clear()
 
@@ -207,7 +207,7 @@ class Encoder:
         """
         self._engine.require_usable()
         call = Call(images, expected_tokens)
-        future = quiet = None
+        future = idle = None
         try:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
@@ -222,8 +222,8 @@ class Encoder:
         except Exception:
             for future in call.cancel():
                 await wait_for_future(future)
-            if quiet := self._engine.scheduler.quiet(call.futures):
-                await wait_for_future(quiet)
+            if idle := self._engine.scheduler.preparation_idle(call.futures):
+                await wait_for_future(idle)
             raise
         except GeneratorExit:  # by garbage collection, maybe inside a lock that cancelling takes
             run_in_new_thread(partial(cancel_all, list(call.futures)))
@@ -233,7 +233,7 @@ class Encoder:
             raise
         finally:
             call.futures.clear()
-            del future, quiet
+            del future, idle
 
     def submit(
         self,

@@ -395,13 +395,13 @@ def test_threads_and_loops_stand_in_one_line(glm53_checkpoint: Path, towers: Hol
                 await asyncio.to_thread(caller.join)
 
         order: list[int] = []
-        prepared = encoder._engine.scheduler.prepared
+        prepared = encoder._engine.scheduler.finish_preparing
 
         def noted(worker: Any, grant: Any = None) -> None:
             order.append(worker.job.number)
             prepared(worker, grant)
 
-        encoder._engine.scheduler.prepared = noted  # type: ignore[method-assign]
+        encoder._engine.scheduler.finish_preparing = noted  # type: ignore[method-assign]
         asyncio.run(main())
         assert order == sorted(order)
         until(lambda: sorted(served) == list(range(8)))

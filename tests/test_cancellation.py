@@ -144,7 +144,7 @@ def test_without_being_told_they_would_wait(glm53_checkpoint: Path, monkeypatch:
     with Scene("queued", glm53_checkpoint, monkeypatch) as scene:
         future = scene.encoder.submit(scene.victim)
         scene.reached()
-        monkeypatch.setattr(Job, "tell_cancelled", lambda _: None)
+        monkeypatch.setattr(Job, "notify_cancelled", lambda _: None)
         future.cancel()
         assert wait([future], timeout=0.1).not_done == {future}
 
@@ -158,16 +158,16 @@ def test_without_giving_back_room_would_be_lost(
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
         future = scene.encoder.submit(scene.victim)
         kept: list[Job] = []
-        give_back = Scheduler._give_back
-        monkeypatch.setattr(Scheduler, "_give_back", lambda _, job: kept.append(job))
+        release = Scheduler._release
+        monkeypatch.setattr(Scheduler, "_release", lambda _, job: kept.append(job))
         scene.reached()
         future.cancel()
         scene.let_go()
         until(lambda: scene.encoder.stats().in_flight == 0)
         assert all(in_flight(scene.encoder)[2:])
-        monkeypatch.setattr(Scheduler, "_give_back", give_back)
+        monkeypatch.setattr(Scheduler, "_release", release)
         for job in kept:
-            scene.encoder._engine.scheduler._give_back(job)
+            scene.encoder._engine.scheduler._release(job)
         scene.others_are_well()
 
 

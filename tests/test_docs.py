@@ -85,22 +85,22 @@ def go_and_end(stage: str, scheduler: Scheduler, one: Job) -> None:
     elif stage in ("preparing", "ready"):
         worker = take(scheduler)
         if stage == "ready":
-            scheduler.prepared(worker)
+            scheduler.finish_preparing(worker)
     one.fail_if_pending(DeadlineExceededError())
     until(lambda: one.state is JobState.DONE)
 
 
 def from_a_loop(scheduler: Scheduler, one: Job) -> None:
     """What admit_async and a preprocessing thread do where the bytes do not fit yet."""
-    scheduler.begin(one)
+    scheduler.register(one)
     assert scheduler.slots.acquire(one, 1) is None
-    scheduler.queue(one)
+    scheduler.enqueue(one)
     workers = [take(scheduler), take(scheduler)]
     opened(one)
     grant = scheduler.bytes.acquire(one, one.nbytes)
     assert grant is not None
-    scheduler.prepared(workers[1], grant)
-    scheduler.prepared(workers[0])
+    scheduler.finish_preparing(workers[1], grant)
+    scheduler.finish_preparing(workers[0])
     scheduler.next_to_run(Worker("test", scheduler))
     assert one.state is JobState.QUEUED
 

@@ -28,17 +28,17 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
     """Wait for room, at most `timeout` seconds in all, and queue `job`."""
     until = None if timeout is None else time.monotonic() + timeout
     with _refusals(job):
-        scheduler.begin(job)
+        scheduler.register(job)
         if job.finished:
             return
         grant = scheduler.slots.acquire(job, 1)
         scheduler.deadlines.watch(job)
         if job.finished:  # it came to its end meanwhile, and had no place in the line to leave
-            scheduler.queue(job)
+            scheduler.enqueue(job)
             return
         _wait(scheduler.slots, job, grant, until)
         if job.finished:  # its deadline passed in the line
-            scheduler.queue(job)
+            scheduler.enqueue(job)
             return
         job.stage_done("line")
         job.move_to(JobState.OPENING)
@@ -54,7 +54,7 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
             job.move_to(JobState.WAITING)
             _wait(scheduler.bytes, job, grant, until)
         job.stage_done("line")
-        scheduler.queue(job)
+        scheduler.enqueue(job)
 
 
 async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> None:
@@ -65,10 +65,10 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
     def queue(grant: Grant | None) -> None:
         if grant is None or grant.exception() is None:
             job.stage_done("line")
-            scheduler.queue(job)
+            scheduler.enqueue(job)
 
     with _refusals(job):
-        scheduler.begin(job)
+        scheduler.register(job)
         if job.finished:
             return
         grant = scheduler.slots.acquire(job, 1)

@@ -70,7 +70,7 @@ class Promise:
         """Cancel the future, if that is still possible, in a thread that must survive its callbacks."""
         _resolve(lambda _: self.future.cancel(), None)
 
-    def tell_cancelled(self) -> None:
+    def notify_cancelled(self) -> None:
         """Release those who wait for the cancelled future; `cancel` alone leaves them waiting."""
         self.start()  # which, of a cancelled future, is all that it does
 

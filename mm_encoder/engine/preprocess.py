@@ -50,7 +50,7 @@ class Preprocessor(Worker):
                 logger.exception("%s was interrupted and goes on", self.name)
                 if self.job is not None:
                     self.job.fail_if_pending(error)
-                self._scheduler.prepared(self)
+                self._scheduler.finish_preparing(self)
 
     def _work(self) -> None:
         while (job := self._scheduler.next_to_prepare(self)) is not None:
@@ -65,7 +65,7 @@ class Preprocessor(Worker):
                 job.fail_if_pending(error)
             finally:
                 del job  # an idle thread keeps no picture alive, nor does a grant's callback
-                self._scheduler.prepared(self, grant)
+                self._scheduler.finish_preparing(self, grant)
                 grant = instead = None
 
     def _prepare_one(self, job: Job) -> tuple[Grant | None, Callable[[], None] | None]:

@@ -60,7 +60,7 @@ class Replica(Worker):
                 lane.drain()
         except BaseException as error:
             if self.loaded.done():
-                self._scheduler.lost(self, error)
+                self._scheduler.on_replica_lost(self, error)
             else:
                 ours = out_of_memory(error, "the weights of a replica") or error
                 self.loaded.set_exception(strip_tracebacks(ours))

@@ -47,19 +47,19 @@ class Scheduler:
         self._queued: list[Job] = []
         self._preparing: set[Job] = set()
         self._ready: list[Job] = []
-        self._quiet: list[tuple[frozenset[Job], Grant]] = []
+        self._idle_waiters: list[tuple[frozenset[Job], Grant]] = []
 
     # --- the callers' side (admission.py) --------------------------------------------------------
 
-    def begin(self, job: Job) -> None:
+    def register(self, job: Job) -> None:
         """Take note of a new job, and from here on of its end."""
         self.tally.begun()
         job.number = next(self._numbers)
-        job.on_done = self._over
+        job.on_done = self._on_done
         # By weak reference: a future that held its job would keep its own result alive in a cycle.
-        job.future.add_done_callback(partial(self._cancelled, weakref.ref(job)))
+        job.future.add_done_callback(partial(self._on_cancelled, weakref.ref(job)))
 
-    def queue(self, job: Job) -> None:
+    def enqueue(self, job: Job) -> None:
         """Let a job be prepared: one with a slot and, if it was opened, with room for its bytes."""
         with self._to_prepare:
             finished = job.finished
@@ -68,21 +68,21 @@ class Scheduler:
                 insort(self._queued, job, key=_by_number)
                 self._to_prepare.notify()
         if finished:
-            self._part(job)
+            self.retire(job)
 
     def require_open(self) -> None:
         """Raise EncoderClosedError after `close`, ReplicaError when no replica is left."""
         if self._refusal is not None:
             raise copy_error(self._refusal)
 
-    def quiet(self, futures: Collection[Future[ImageResult]]) -> Grant | None:
+    def preparation_idle(self, futures: Collection[Future[ImageResult]]) -> Grant | None:
         """When no job of these futures is in preparation any more: a cancelled one is let go of only then."""
         with self._to_prepare:
             jobs = frozenset(job for job in self._preparing if (job.caller_future or job.future) in futures)
             if not jobs:
                 return None
             grant = Grant()
-            self._quiet.append((jobs, grant))
+            self._idle_waiters.append((jobs, grant))
             return grant
 
     # --- the threads' side (preprocess.py, replica.py) -------------------------------------------
@@ -101,7 +101,7 @@ class Scheduler:
             job.move_to(JobState.PREPARING)
             return job
 
-    def prepared(self, worker: Worker, grant: Grant | None = None) -> None:
+    def finish_preparing(self, worker: Worker, grant: Grant | None = None) -> None:
         """Take back what `worker` prepared: it is ready, or over as its future is, or waits for its `grant`
         at room for its bytes, after which it is queued again.
         """
@@ -111,8 +111,8 @@ class Scheduler:
         with self._to_run:
             worker.take(None)
             self._preparing.discard(job)
-            quiet = [grant for jobs, grant in self._quiet if self._preparing.isdisjoint(jobs)]
-            self._quiet = [entry for entry in self._quiet if entry[1] not in quiet]
+            idle = [grant for jobs, grant in self._idle_waiters if self._preparing.isdisjoint(jobs)]
+            self._idle_waiters = [entry for entry in self._idle_waiters if entry[1] not in idle]
             finished = job.finished
             if not finished and grant is not None:
                 job.move_to(JobState.WAITING)
@@ -121,10 +121,10 @@ class Scheduler:
                 insort(self._ready, job, key=_by_number)
                 self._to_run.notify()
         if finished:
-            self._part(job)
+            self.retire(job)
         elif grant is not None:
-            grant.add_done_callback(lambda _: self.queue(job))
-        for waiting in quiet:
+            grant.add_done_callback(lambda _: self.enqueue(job))
+        for waiting in idle:
             waiting.set_result(None)
 
     def next_to_run(self, worker: Worker) -> Job | None:
@@ -144,12 +144,12 @@ class Scheduler:
                 else:
                     worker.take(None)
             if started:
-                self._give_back(job)
+                self._release(job)
                 job.on_start()
                 return job
-            self._part(job)
+            self.retire(job)
 
-    def lost(self, worker: Worker, cause: BaseException) -> None:
+    def on_replica_lost(self, worker: Worker, cause: BaseException) -> None:
         """A replica's thread ends for good: its job fails, and with the last replica all that waits."""
         worker.lost = True
         error = replica_error(f"{worker.name} is lost", cause)
@@ -188,7 +188,7 @@ class Scheduler:
         self._refusal = error
         self.slots.close(partial(copy_error, error))
 
-    def _over(self, job: Job, error: BaseException | None) -> None:
+    def _on_done(self, job: Job, error: BaseException | None) -> None:
         """A job has its outcome, in whatever thread gave it that, or noticed first that it was cancelled."""
         before = job.mark_done()
         if before is None:
@@ -200,28 +200,28 @@ class Scheduler:
                 if job in room:
                     room.remove(job)
         if not busy:
-            self._give_back(job)
+            self._release(job)
         if not busy and before is not JobState.OPENING:  # else it is let go of by the thread that has it
             job.release_buffers()
         self.deadlines.forget(job)
 
-    def _cancelled(self, watch: weakref.ref[Job], future: Future[ImageResult]) -> None:
+    def _on_cancelled(self, watch: weakref.ref[Job], future: Future[ImageResult]) -> None:
         job = watch()  # None where a thread that had it noticed first
         if os.getpid() != self._pid:  # a forked child's copy: whoever held a lock then is not in the child
             return
         if job is not None and future.cancelled():
-            self._over(job, CancelledError())
-            job.tell_cancelled()
+            self._on_done(job, CancelledError())
+            job.notify_cancelled()
 
-    def _part(self, job: Job) -> None:
+    def retire(self, job: Job) -> None:
         """Let go of a job that is over. It may be so since just now, and nobody been told yet."""
-        self._over(job, CancelledError())
+        self._on_done(job, CancelledError())
         if job.future.cancelled():
-            job.tell_cancelled()
-        self._give_back(job)
+            job.notify_cancelled()
+        self._release(job)
         job.release_buffers()
 
-    def _give_back(self, job: Job) -> None:
+    def _release(self, job: Job) -> None:
         self.bytes.release(job)
         self.slots.release(job)
         if self.closed:

@@ -86,7 +86,7 @@ def run_one(scheduler: Scheduler) -> Job:
     """Take the next job through preparation and out to a replica."""
     worker = take(scheduler)
     prepared = worker.job
-    scheduler.prepared(worker)
+    scheduler.finish_preparing(worker)
     running = scheduler.next_to_run(worker)
     assert running is prepared
     assert running is not None
@@ -126,14 +126,14 @@ def test_first_come_first_served_in_both_rooms() -> None:
     workers = [take(scheduler) for _ in jobs]
     assert [worker.job for worker in workers] == jobs
     for worker in reversed(workers):  # the first is the slowest
-        scheduler.prepared(worker)
+        scheduler.finish_preparing(worker)
     assert [scheduler.next_to_run(worker) for worker in workers] == jobs
 
 
 def test_cancelling_frees_the_slot_at_once_unless_a_thread_has_the_job() -> None:
     scheduler = Scheduler(3, 100, replicas=1)
     ready, preparing, queued = (enter(scheduler, job()) for _ in range(3))
-    scheduler.prepared(take(scheduler))
+    scheduler.finish_preparing(take(scheduler))
     worker = take(scheduler)
     assert worker.job is preparing
     assert ready.future.cancel()
@@ -142,7 +142,7 @@ def test_cancelling_frees_the_slot_at_once_unless_a_thread_has_the_job() -> None
     assert held(scheduler) == (1, 3)
     assert preparing.future.cancel()
     assert held(scheduler) == (1, 3)
-    scheduler.prepared(worker)
+    scheduler.finish_preparing(worker)
     assert held(scheduler) == (0, 0)
     assert {one.state for one in (ready, preparing, queued)} == {JobState.DONE}
     assert [one.image or one.source or one.patches for one in (ready, preparing, queued)] == [None] * 3
@@ -209,7 +209,7 @@ def test_a_closed_scheduler_waits_for_what_it_accepted(stage: str) -> None:
     assert replica.is_alive()
     gate.set()
     if worker is not None:
-        scheduler.prepared(worker)
+        scheduler.finish_preparing(worker)
     else:
         started(lambda: prepare_all(scheduler))
     replica.join(5)
@@ -220,7 +220,7 @@ def test_a_closed_scheduler_waits_for_what_it_accepted(stage: str) -> None:
 def prepare_all(scheduler: Scheduler) -> None:
     worker = Worker("test", scheduler)
     while scheduler.next_to_prepare(worker) is not None:
-        scheduler.prepared(worker)
+        scheduler.finish_preparing(worker)
 
 
 def test_cancelling_the_last_job_of_a_closed_scheduler_lets_replicas_go() -> None:
@@ -256,7 +256,7 @@ def test_whoever_waits_for_a_cancelled_job_is_released(stage: str) -> None:
     if stage != "queued":
         worker = take(scheduler)
     if stage == "ready":
-        scheduler.prepared(worker)
+        scheduler.finish_preparing(worker)
     waiting.future.cancel()
     assert wait([waiting.future], timeout=5).not_done == set()
     assert not waiting.start()
@@ -317,14 +317,14 @@ def test_a_large_job_is_not_overtaken_by_small_ones() -> None:
 def test_waiting_for_what_is_being_prepared() -> None:
     scheduler = Scheduler(3, 100, replicas=1)
     first, second = enter(scheduler, job()), enter(scheduler, job())
-    assert scheduler.quiet([first.future, second.future]) is None
+    assert scheduler.preparation_idle([first.future, second.future]) is None
     worker = take(scheduler)
-    quiet = scheduler.quiet([second.future, first.future])
-    assert quiet is not None
+    idle = scheduler.preparation_idle([second.future, first.future])
+    assert idle is not None
     first.future.cancel()
-    assert not quiet.done()
-    scheduler.prepared(worker)
-    assert quiet.done()
+    assert not idle.done()
+    scheduler.finish_preparing(worker)
+    assert idle.done()
 
 
 # --- timeouts and deadlines --------------------------------------------------------------------------
@@ -391,13 +391,13 @@ def test_what_is_late_is_dropped_wherever_it_waits(stage: str) -> None:
         until(lambda: late.state is JobState.QUEUED)
         worker = take(scheduler)
     if worker and stage == "ready":
-        scheduler.prepared(worker)
+        scheduler.finish_preparing(worker)
     assert isinstance(late.future.exception(timeout=30), DeadlineExceededError)
     caller.join(5)
     assert not caller.is_alive()
     if worker and stage == "preparing":
         assert held(scheduler) == (1, 90)
-        scheduler.prepared(worker)
+        scheduler.finish_preparing(worker)
     others = stage in ("line", "bytes")
     assert held(scheduler) == (others, 90 * others)
     stats = scheduler.tally.snapshot()
@@ -493,11 +493,11 @@ def test_the_last_replica_takes_the_rest_with_it() -> None:
     scheduler = Scheduler(3, 100, replicas=2)
     worker = Worker("replica", scheduler)
     enter(scheduler, job())
-    scheduler.prepared(take(scheduler))
+    scheduler.finish_preparing(take(scheduler))
     running = scheduler.next_to_run(worker)
     assert running is not None
     accepted = [enter(scheduler, job()) for _ in range(3)]
-    scheduler.prepared(take(scheduler))
+    scheduler.finish_preparing(take(scheduler))
     take(scheduler)
     refused: list[BaseException] = []
 
@@ -510,11 +510,11 @@ def test_the_last_replica_takes_the_rest_with_it() -> None:
     callers = [started(late) for _ in range(3)]
     until(lambda: scheduler.slots.waiting == 3)
     cause = ValueError("the device is gone")
-    scheduler.lost(worker, cause)
+    scheduler.on_replica_lost(worker, cause)
     assert running.future.exception(timeout=0) is not None
     assert not any(one.future.done() for one in accepted)
     scheduler.require_open()
-    scheduler.lost(Worker("other", scheduler), cause)
+    scheduler.on_replica_lost(Worker("other", scheduler), cause)
     for caller in callers:
         caller.join(5)
     with pytest.raises(ReplicaError) as raised:
