@@ -142,7 +142,7 @@ class Encoder:
             depth=depth,
             max_bytes=queue_bytes,
             wedged_after=wedged_after,
-            at_end=front.close if front else lambda: None,
+            on_stopped=front.close if front else lambda: None,
         )
         identify = steps.identify(self._family, self._limits, self.model)
         # What admits: the engine, or what asks the cache first.

@@ -28,7 +28,7 @@ class Engine:
     """Starts its threads at once and returns when every replica has loaded.
 
     If a replica fails to load or a thread to start, those begun are stopped and the first cause is raised.
-    `at_end` is called whenever all threads have ended; it may be called more than once.
+    `on_stopped` is called whenever all threads have ended; it may be called more than once.
     The threads hold the scheduler and not the engine, so an engine that is dropped ends them; so does one
     that is alive at interpreter exit.
     """
@@ -44,7 +44,7 @@ class Engine:
         depth: int,
         max_bytes: int,
         wedged_after: float,
-        at_end: Callable[[], None] = lambda: None,
+        on_stopped: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = Scheduler(depth, max_bytes, replicas)
         self._open_image, self._wedged_after = open_image, wedged_after
@@ -52,12 +52,12 @@ class Engine:
         self._preprocessors = [
             Preprocessor(index, self.scheduler, open_image, prepare) for index in range(workers)
         ]
-        self._threads = Started()
+        self._threads = ThreadGroup()
         self._pid = os.getpid()
         leaving = threading.Event()
 
         def ended() -> None:
-            at_end()
+            on_stopped()
             if not leaving.is_set():  # what is being called must not be taken away
                 atexit.unregister(at_exit)
 
@@ -164,34 +164,34 @@ class Engine:
         return EncoderState.READY if all_well else EncoderState.DEGRADED
 
 
-class Started:
+class ThreadGroup:
     """The threads that were started, until no more may be."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._last = False
+        self._sealed = False
 
     def start(self, thread: threading.Thread) -> None:
-        """Start `thread`. EncoderClosedError after `last`, as when the interpreter exits while an encoder is
+        """Start `thread`. EncoderClosedError after `seal`, as when the interpreter exits while an encoder is
         made in another thread.
         """
         with self._lock:
-            if self._last:
+            if self._sealed:
                 raise EncoderClosedError("the encoder was closed while it was being made")
             thread.start()
             self._threads.append(thread)
 
-    def end_with(self, thread: threading.Thread) -> None:
+    def start_joiner(self, thread: threading.Thread) -> None:
         """Start the thread that waits for the others; whoever ends them too waits for it."""
         with self._lock:
             thread.start()
             self._threads.append(thread)
 
-    def last(self) -> None:
+    def seal(self) -> None:
         """Start no more."""
         with self._lock:
-            self._last = True
+            self._sealed = True
 
     def all(self) -> list[threading.Thread]:
         """Those that were started."""
@@ -201,7 +201,7 @@ class Started:
 
 def _end(
     scheduler: Scheduler,
-    threads: Started,
+    threads: ThreadGroup,
     pid: int,
     ended: Callable[[], None],
     *,
@@ -209,7 +209,7 @@ def _end(
 ) -> None:
     if os.getpid() != pid:  # a forked child has neither the threads nor a lock it may wait for
         return
-    threads.last()
+    threads.seal()
     scheduler.close()
     if not drain:
         scheduler.cancel_waiting()
@@ -223,7 +223,7 @@ def _end(
     ending = None
     if is_owned_by(scheduler):  # two callbacks that close would wait for each other
         ending = owned_thread(scheduler, finish, "mm-encoder-end")
-        threads.end_with(ending)
+        threads.start_joiner(ending)
     else:
         finish()
 
