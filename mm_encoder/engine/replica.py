@@ -66,7 +66,7 @@ class Replica(Worker):
                 self.loaded.set_exception(strip_tracebacks(ours))
 
     def _run_job(self, lane: Lane, tower: TowerFunction, job: Job) -> None:
-        job.stage_done("wait")
+        job.stage_done("replica_wait")
         try:
             result = self._encode(lane, tower, job)
         except BaseException as error:
