@@ -25,7 +25,9 @@ from .device import Transfers
 from .engine.admission import wait_for_future
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
-from .engine.job import Job, Joined, Promise, copy_error
+from .engine.faults import Joined, copy_error
+from .engine.job import Job
+from .engine.promise import Promise
 from .engine.worker import run_in_new_thread
 from .errors import PlanMismatchError
 

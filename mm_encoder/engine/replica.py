@@ -12,7 +12,8 @@ import torch
 from ..contract import ImageMetadata, ImageResult
 from ..device import Lane, open_lane, out_of_memory
 from ..errors import ReplicaError
-from .job import Job, strip_tracebacks
+from .faults import strip_tracebacks
+from .job import Job
 from .scheduler import Scheduler
 from .worker import Worker
 
