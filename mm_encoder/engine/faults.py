@@ -39,6 +39,7 @@ def copy_error(error: E, message: str | None = None) -> E:
 
 
 def as_ours(error: BaseException) -> MMEncoderError:
+    """Return `error` as one of the library's: out of memory, or else a fault of the engine."""
     if isinstance(error, MMEncoderError):
         return error
     full = out_of_memory(error, "this image; the encoder goes on with the next")
