@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import weakref
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 
 from .coalescer import Coalescer, LookUp, NoCache, Waiter
@@ -62,7 +60,7 @@ class CachedEngine:
         waiter = Waiter(job.expected, job.consumer, deadline=job.deadline)
         job.deadline = None
         waiter.on_done = partial(_on_done, deadlines)
-        waiter.future.add_done_callback(partial(_on_cancelled, weakref.ref(waiter), deadlines, os.getpid()))
+        waiter.watch()
         deadlines.watch(waiter)
         return waiter
 
@@ -81,13 +79,4 @@ class CachedEngine:
 def _on_done(deadlines: Deadlines, waiter: Waiter, error: BaseException | None) -> None:
     deadlines.forget(waiter)
     if waiter.flight is not None:
-        waiter.flight.leave(waiter, error)
-
-
-def _on_cancelled(
-    watch: weakref.ref[Waiter], deadlines: Deadlines, pid: int, future: Future[ImageResult]
-) -> None:
-    waiter = watch()
-    if waiter is not None and future.cancelled() and os.getpid() == pid:  # not in a forked child
-        _on_done(deadlines, waiter, None)
-        waiter.notify_cancelled()
+        waiter.flight.leave(waiter, None if isinstance(error, CancelledError) else error)

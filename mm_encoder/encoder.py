@@ -16,20 +16,21 @@ from .config import (
     CacheConfig,
     ImageOptions,
     MediaLimits,
+    media_limits,
     model_name,
     require_int,
     require_moment,
     require_seconds,
 )
 from .contract import CacheStats, EncoderStats, Health, ImageResult
-from .device import consumer_stream
+from .device import consumer_stream, default_dtype, parse_device
 from .engine.call import Call
 from .engine.engine import Engine
 from .engine.job import Job
 from .families.registry import load_family
 from .media.source import ImageInput, check_input
 from .pipeline import ImagePipeline
-from .runtime import native_summary
+from .runtime import native_summary, usable_cpus
 from .settings import EncoderSettings
 
 logger = logging.getLogger("mm_encoder")
@@ -81,11 +82,13 @@ class Encoder:
         limits: MediaLimits | None = None,
         wedged_after: float = 120.0,
     ) -> None:
-        settings = EncoderSettings.checked(
-            device=device,
-            dtype=dtype,
+        self.device = parse_device(device)
+        self.dtype = default_dtype(self.device) if dtype is None else dtype
+        settings = EncoderSettings(
+            device=self.device,
+            dtype=self.dtype,
             cache=cache,
-            limits=limits,
+            limits=media_limits(limits),
             stream_priority=stream_priority,
             replicas_per_gpu=replicas_per_gpu,
             share_weights=share_weights,
@@ -93,13 +96,12 @@ class Encoder:
             handoff=handoff,
             queue_depth=queue_depth,
             queue_bytes=queue_bytes,
-            preprocess_workers=preprocess_workers,
+            preprocess_workers=min(4, usable_cpus()) if preprocess_workers is None else preprocess_workers,
             wedged_after=wedged_after,
         )
         opened, rules = load_family(checkpoint, family)
         self.model, self.family = model_name(model, opened.name), rules.name
-        self.device, self.dtype = settings.device, settings.dtype
-        self.replicas_per_gpu = settings.replicas
+        self.replicas_per_gpu = replicas_per_gpu
         pipeline = ImagePipeline(rules, settings.limits, self.model, self.dtype)
         self._coalescer = Coalescer.open(cache, settings, pipeline) if cache else NoCache()
         self._engine = Engine(pipeline, self._coalescer, settings)  # loads every replica

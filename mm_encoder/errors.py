@@ -50,7 +50,7 @@ class CheckpointError(MMEncoderError):
 
 
 class RuntimeMismatchError(MMEncoderError):
-    """The installed wheel was built for another runtime than this host's, or is damaged; raised by the import.
+    """The installed wheel was built for another runtime than this host's, or is damaged; raised at import.
     The message has each field that differs, as built and as here.
     """
 

@@ -35,11 +35,11 @@ class Engine:
 
     def __init__(self, pipeline: Pipeline, coalescer: Coalescing, settings: EncoderSettings) -> None:
         self._pipeline, self._wedged_after = pipeline, settings.wedged_after
-        self.scheduler = Scheduler(settings.queue_depth, settings.queue_bytes, settings.replicas)
+        self.scheduler = Scheduler(settings.depth, settings.queue_bytes, settings.replicas_per_gpu)
         build = build_once(pipeline.build_tower) if settings.share_weights else pipeline.build_tower
         self._replicas = [
             Replica(index, settings, pipeline.model, build, self.scheduler)
-            for index in range(settings.replicas)
+            for index in range(settings.replicas_per_gpu)
         ]
         self._preprocessors = [
             Preprocessor(index, self.scheduler, pipeline, coalescer)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..contract import ImageResult
@@ -23,8 +26,8 @@ class Promise:
     deadline: float | None = field(default=None, kw_only=True)
     """On time.monotonic()'s clock."""
     on_done: Callable[[Any, BaseException | None], None] = field(default=lambda _, error: None, kw_only=True)
-    """Called with the promise and its error (None: a result) right before the outcome can be seen; not called
-    when it is cancelled.
+    """Called with the promise and its error (None: a result) right before the outcome can be seen; when the
+    future is cancelled, after that.
     """
     _lock: threading.Lock = field(default_factory=threading.Lock, kw_only=True)
     _begun: bool = field(default=False, kw_only=True)
@@ -40,6 +43,13 @@ class Promise:
             if self.future.running() or (self.future.done() and not self.future.cancelled()):
                 return not self.future.done()
             return self.future.set_running_or_notify_cancel()
+
+    def watch(self) -> None:
+        """Have `on_done` called with a CancelledError once the caller cancels the future.
+
+        The future refers to its promise weakly: otherwise it would keep its own result alive in a cycle.
+        """
+        self.future.add_done_callback(partial(_on_cancelled, weakref.ref(self), os.getpid()))
 
     def cancel(self) -> None:
         """Cancel the future if that is still possible. The calling thread survives its callbacks."""
@@ -64,6 +74,14 @@ class Promise:
         """Fail unless it was started or cancelled before."""
         if self.start():
             self.fail(error)
+
+
+def _on_cancelled(watched: weakref.ref[Promise], pid: int, future: Future[ImageResult]) -> None:
+    promise = watched()  # None where a thread that had it noticed first
+    # In a forked child this is a copy, and the threads that held locks are not there.
+    if promise is not None and future.cancelled() and os.getpid() == pid:
+        promise.on_done(promise, CancelledError())
+        promise.notify_cancelled()
 
 
 def _resolve(setter: Callable[[Any], object], value: Any) -> None:

@@ -7,9 +7,7 @@ what waits here is bounded whatever the number of callers. A job with a slot is 
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import weakref
 from bisect import insort
 from collections.abc import Collection
 from concurrent.futures import CancelledError, Future
@@ -37,7 +35,6 @@ class Scheduler:
         self.deadlines = Deadlines()
         self.tally = Tally()
         self.closed = False
-        self._pid = os.getpid()
         self.replicas_left = replicas
         self._refusal: MMEncoderError | None = None
         self._numbers = count()
@@ -56,8 +53,7 @@ class Scheduler:
         self.tally.begun()
         job.number = next(self._numbers)
         job.on_done = self._on_done
-        # A weak reference: a future that held its job would keep its own result alive in a cycle.
-        job.future.add_done_callback(partial(self._on_cancelled, weakref.ref(job)))
+        job.watch()
 
     def enqueue(self, job: Job) -> None:
         """Queue a job for a preprocessing thread: it has its slot and, if it was opened, its bytes."""
@@ -217,14 +213,6 @@ class Scheduler:
         if not busy and before is not JobState.OPENING:  # else the thread that has it does
             job.release_buffers()
         self.deadlines.forget(job)
-
-    def _on_cancelled(self, watch: weakref.ref[Job], future: Future[ImageResult]) -> None:
-        job = watch()  # None where a thread that had it noticed first
-        if os.getpid() != self._pid:  # a forked child: the threads that held locks are not in it
-            return
-        if job is not None and future.cancelled():
-            self._on_done(job, CancelledError())
-            job.notify_cancelled()
 
     def retire(self, job: Job) -> None:
         """Release everything that a finished job holds. If it was cancelled a moment ago, account for that
