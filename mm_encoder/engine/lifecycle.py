@@ -25,7 +25,7 @@ class ThreadGroup:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._sealed = self._exiting = False
+        self._sealed = self._joining = self._exiting = False
         # Registered until all threads have ended, whichever way the group is stopped: the interpreter must
         # not go while one of them is in native code.
         atexit.register(self._at_exit)
@@ -52,15 +52,15 @@ class ThreadGroup:
         """
         if os.getpid() != self._pid:  # a forked child has neither the threads nor a lock it may wait for
             return
-        self.seal()
+        with self._lock:
+            self._sealed = True
         self._scheduler.close()
         if not drain:
             self._scheduler.cancel_waiting()
-        if not is_owned_by(self._scheduler):
+        if is_owned_by(self._scheduler):
+            self._start_joiner()
+        else:
             self._join(None)
-            return
-        joiner = owned_thread(self._scheduler, lambda: self._join(joiner), "mm-encoder-end")
-        self.start_joiner(joiner)
 
     def stop_from_gc(self) -> None:
         """Stop in a new thread: the collector may run in any thread at any point, even one that holds the
@@ -69,16 +69,14 @@ class ThreadGroup:
         if not self._scheduler.closed and os.getpid() == self._pid:
             run_in_new_thread(partial(self.stop, drain=True))
 
-    def seal(self) -> None:
-        """Start no more threads."""
+    def _start_joiner(self) -> None:
+        """Have one thread join the others; two would wait for each other."""
         with self._lock:
-            self._sealed = True
-
-    def start_joiner(self, joiner: threading.Thread) -> None:
-        """Start the thread that joins the others; anyone else who stops the group joins it as well."""
-        with self._lock:
-            joiner.start()
-            self._threads.append(joiner)
+            if not self._joining:
+                joiner = owned_thread(self._scheduler, lambda: self._join(joiner), "mm-encoder-end")
+                joiner.start()
+                self._threads.append(joiner)
+                self._joining = True
 
     def _join(self, joiner: threading.Thread | None) -> None:
         for thread in self.threads():

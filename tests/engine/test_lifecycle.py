@@ -8,20 +8,41 @@ import pytest
 
 from mm_encoder.engine.lifecycle import ThreadGroup
 from mm_encoder.engine.scheduler import Scheduler
+from mm_encoder.engine.worker import owned_thread
 from mm_encoder.errors import EncoderClosedError
 
+HANG_S = 300
 
-def test_no_thread_starts_after_the_group_is_sealed() -> None:
-    group, done = ThreadGroup(Scheduler(1, 1, replicas=1), lambda: None), threading.Event()
-    group.start(threading.Thread(target=done.wait))
-    group.seal()
-    late = threading.Thread(target=done.wait)
+
+def test_no_thread_starts_once_the_group_is_stopped() -> None:
+    group = ThreadGroup(Scheduler(1, 1, replicas=1), lambda: None)
+    group.stop(drain=True)
+    late = threading.Thread(target=lambda: None)
     with pytest.raises(EncoderClosedError, match="while it was being constructed"):
         group.start(late)
-    joiner = threading.Thread(target=done.wait)
-    group.start_joiner(joiner)  # anyone else who stops the group waits for it
-    assert len(group.threads()) == 2
+    assert late.ident is None
+
+
+@pytest.mark.threads
+def test_threads_of_the_group_that_stop_it_at_once_are_joined_by_one_other() -> None:
+    """Two joiners would wait for each other. A caller outside waits for the joiner, too."""
+    scheduler, stopped = Scheduler(1, 1, replicas=1), threading.Event()
+    group = ThreadGroup(scheduler, stopped.set)
+    together, done = threading.Barrier(4), threading.Event()
+
+    def stop() -> None:
+        together.wait(HANG_S)
+        group.stop(drain=True)
+        done.wait(HANG_S)
+
+    own = [owned_thread(scheduler, stop, f"own {index}") for index in range(4)]
+    for thread in own:
+        group.start(thread)
+    while len(group.threads()) < 5:
+        assert any(thread.is_alive() for thread in own)
+    assert not stopped.is_set()
     done.set()
     group.stop(drain=True)
-    assert not joiner.is_alive()
-    assert late.ident is None
+    assert stopped.is_set()
+    assert len(group.threads()) == 5
+    assert not any(thread.is_alive() for thread in group.threads())
