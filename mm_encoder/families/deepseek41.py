@@ -129,20 +129,21 @@ class DeepSeek41(Family):
     """DeepSeek-V4.1-Flash images."""
 
     name = "deepseek41"
-    model_type, architecture, kin = "deepseek_v41", "DeepseekV41ForCausalLM", ("deepseek_v4", "DeepseekV4")
-    scopes = ("vision.", "aligner.", "image_")
+    model_type, architecture = "deepseek_v41", "DeepseekV41ForCausalLM"
+    lookalike_prefixes = ("deepseek_v4", "DeepseekV4")
+    tensor_prefixes = ("vision.", "aligner.", "image_")
     checkpoints = ("deepseek-ai/DeepSeek-V4.1-Flash", "deepseek-ai/DeepSeek-V4.1-Flash-1017")
 
     @classmethod
-    def resembles(cls, config: Mapping[str, Any]) -> str | None:
+    def why_lookalike(cls, config: Mapping[str, Any]) -> str | None:
         vision, text = config.get("vision_config"), config.get("text_config")
         kind = vision.get("model_type") if isinstance(vision, dict) else None
         text_kind = text.get("model_type", _TEXT) if isinstance(text, dict) else _TEXT
-        if cls.named(config) and kind != "deepseek_v41_vision":
+        if cls.has_name(config) and kind != "deepseek_v41_vision":
             return f"its vision_config.model_type is {kind!r}, not 'deepseek_v41_vision'"
-        if cls.named(config) and text_kind != _TEXT:
+        if cls.has_name(config) and text_kind != _TEXT:
             return f"its text_config.model_type is {text_kind!r}, not {_TEXT!r}"
-        return super().resembles(config)
+        return super().why_lookalike(config)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -176,7 +177,7 @@ class DeepSeek41(Family):
         name = "vision.patch_embed.proj.weight"
         kernel = self.checkpoint.shape(name) or ()
         tower = DeepSeekTower(self.vision, self.out, self.table.to(device, dtype), len(kernel) == 4)
-        load_into(tower, self.checkpoint, _NAMES, self.scopes, device, dtype)
+        load_into(tower, self.checkpoint, _NAMES, self.tensor_prefixes, device, dtype)
         return tower
 
 

@@ -56,30 +56,29 @@ class Family(ABC):
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     """Either names the family in config.json."""
-    kin: ClassVar[tuple[str, str]]
+    lookalike_prefixes: ClassVar[tuple[str, str]]
     """What its relatives' model types and architectures begin with, for which it must not be taken."""
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family."""
-        return cls.named(config) and cls.resembles(config) is None
+        return cls.has_name(config) and cls.why_lookalike(config) is None
 
     @classmethod
-    def resembles(cls, config: Mapping[str, Any]) -> str | None:
+    def why_lookalike(cls, config: Mapping[str, Any]) -> str | None:
         """Why a config that looks like this family is not of it; None if it is, or does not."""
         kind, architectures = config.get("model_type"), config.get("architectures")
         first = architectures[0] if isinstance(architectures, list) and architectures else ""
-        if kind != cls.model_type and str(kind).startswith(cls.kin[0]):
+        if kind != cls.model_type and str(kind).startswith(cls.lookalike_prefixes[0]):
             return f"model_type {kind!r} is another model's"
-        if not cls.named(config) and str(first).startswith(cls.kin[1]):
+        if not cls.has_name(config) and str(first).startswith(cls.lookalike_prefixes[1]):
             return f"architecture {first!r} is another model's"
         return None
 
     @classmethod
-    def named(cls, config: Mapping[str, Any]) -> bool:
+    def has_name(cls, config: Mapping[str, Any]) -> bool:
         """Whether the top level of a config.json has the family's name."""
-        named = config.get("model_type") == cls.model_type
-        return named or config.get("architectures") == [cls.architecture]
+        return config.get("model_type") == cls.model_type or config.get("architectures") == [cls.architecture]
 
     @abstractmethod
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -87,7 +86,7 @@ class Family(ABC):
 
     @property
     @abstractmethod
-    def scopes(self) -> Sequence[str]:
+    def tensor_prefixes(self) -> Sequence[str]:
         """What the names of the vision tensors begin with. Raises CheckpointError."""
 
     @property
@@ -103,16 +102,16 @@ class Family(ABC):
 
     def open(self, image: ImageInput, limits: MediaLimits, options: ImageOptions | None) -> Source:
         """`open_source`; what is no still image is refused in the family's name."""
-        with self._in_its_name():
+        with self._named_in_errors():
             return open_source(image, limits, options)
 
     def size_of(self, image: ImageInput, limits: MediaLimits, options: ImageOptions | None) -> ImageSize:
         """`media.source.size_of`, likewise."""
-        with self._in_its_name():
+        with self._named_in_errors():
             return size_of(image, limits, options)
 
     @contextmanager
-    def _in_its_name(self) -> Iterator[None]:
+    def _named_in_errors(self) -> Iterator[None]:
         try:
             yield
         except UnsupportedMediaError as error:
@@ -148,14 +147,14 @@ def read_settings(
     config: Mapping[str, Any],
     where: str,
     aliases: Mapping[str, str] | None = None,
-    zero: Sequence[str] = (),
+    may_be_zero: Sequence[str] = (),
 ) -> T:
     """Make a dataclass of settings from `config`: each field under its own name or its alias, else its
     default, whose type says what it must hold.
 
-    Numbers must be finite and positive (or zero, for fields named in `zero`), an int is taken where a float
-    is wanted, and a tuple wants as many numbers as its default has. Raises CheckpointError naming the key,
-    what it holds and what would be right.
+    Numbers must be finite and positive (or zero, for fields named in `may_be_zero`), an int is taken where a
+    float is wanted, and a tuple wants as many numbers as its default has. Raises CheckpointError naming the
+    key, what it holds and what would be right.
     """
     values = {}
     for field in fields(cls):  # type: ignore[arg-type]
@@ -164,7 +163,7 @@ def read_settings(
             name = (aliases or {}).get(name, name)
         value = config.get(name)
         values[field.name] = _checked(
-            field.default if value is None else value, field.default, where, name, field.name in zero
+            field.default if value is None else value, field.default, where, name, field.name in may_be_zero
         )
     try:
         return cls(**values)
@@ -172,16 +171,16 @@ def read_settings(
         raise CheckpointError(f"{where}: {error}") from None
 
 
-def _checked(value: Any, like: Any, where: str, name: str, zero: bool) -> Any:
+def _checked(value: Any, like: Any, where: str, name: str, may_be_zero: bool) -> Any:
     if isinstance(like, tuple):
         if not isinstance(value, (list, tuple)) or len(value) != len(like):
             raise CheckpointError(f"{where}.{name} must hold {len(like)} numbers, got {value!r}")
-        return tuple(_checked(v, x, where, name, zero) for v, x in zip(value, like, strict=True))
+        return tuple(_checked(v, x, where, name, may_be_zero) for v, x in zip(value, like, strict=True))
     if type(like) is float and type(value) is int:
         value = float(value)
     if type(value) is not type(like):
         raise CheckpointError(f"{where}.{name} must be {type(like).__name__}, got {value!r}")
-    if zero and value == 0:
+    if may_be_zero and value == 0:
         return value
     if type(like) in (int, float) and not 0 < value < float("inf") and value != like:
         raise CheckpointError(f"{where}.{name} must be positive and finite, got {value!r}")

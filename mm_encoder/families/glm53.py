@@ -96,7 +96,7 @@ class ProcessorConfig:
             raise CheckpointError(f"there is neither {files} in {str(checkpoint.path)!r}")
         require(config, where, do_convert_rgb=True, do_resize=True, do_rescale=True, do_normalize=True)
         require(config, where, resample=3)  # bicubic
-        return read_settings(cls, config, where, zero=("image_mean",))
+        return read_settings(cls, config, where, may_be_zero=("image_mean",))
 
     @property
     def factor(self) -> int:
@@ -154,7 +154,8 @@ class Glm53(Family):
     """GLM-5.3-Flash images."""
 
     name = "glm53"  # recognised by the top level alone: vision_config.model_type differs between copies
-    model_type, architecture, kin = "glm5_next", "Glm5NextForConditionalGeneration", ("glm", "Glm")
+    model_type, architecture = "glm5_next", "Glm5NextForConditionalGeneration"
+    lookalike_prefixes = ("glm", "Glm")
     checkpoints = ("zai-org/GLM-5.3-Flash", "nvidia/GLM-5.3-Flash-NVFP4")
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -193,13 +194,13 @@ class Glm53(Family):
         return repeat_frame(values, self.processor.temporal_patch_size).to(dtype)
 
     @property
-    def scopes(self) -> tuple[str, ...]:
+    def tensor_prefixes(self) -> tuple[str, ...]:
         return (self.checkpoint.only_prefix(("model.visual.", "visual.", "vision_tower.")),)
 
     def build_tower(self, device: torch.device, dtype: torch.dtype) -> GlmTower:
         tower = GlmTower(self.vision, self.table.to(device, dtype))
-        renames = [(ours, self.scopes[0] + theirs) for ours, theirs in NAMES]
-        load_into(tower, self.checkpoint, renames, self.scopes, device, dtype)
+        renames = [(ours, self.tensor_prefixes[0] + theirs) for ours, theirs in NAMES]
+        load_into(tower, self.checkpoint, renames, self.tensor_prefixes, device, dtype)
         return tower
 
 

@@ -24,8 +24,7 @@ from .layers import Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm,
 from .trunk import PositionTable, Trunk, load_into
 from .weights import Checkpoint
 
-_CHANNELS = 3
-_MERGE = 2
+_CHANNELS, _MERGE = 3, 2
 _ROPE_THETA = 1e4
 _LONGEST = 512  # patches on a side, for which the reference has rotations
 # nn.RMSNorm without an eps takes float32's, for bfloat16 too, since torch 2.7. Ports made on older
@@ -123,7 +122,7 @@ class ProcessorConfig:
             fixed_output_tokens=(),
             transparent_bg_fill_stage=("before_resize", "after_resize"),
         )
-        read = read_settings(cls, config, where, zero=("image_mean",))
+        read = read_settings(cls, config, where, may_be_zero=("image_mean",))
         if read.patch_limit_on_one_side > _LONGEST:
             raise CheckpointError(f"{where}.patch_limit_on_one_side must be at most {_LONGEST}")
         if config.get("transparent_bg_config") is None:
@@ -131,7 +130,7 @@ class ProcessorConfig:
         background = section(config, "transparent_bg_config", where)
         require(background, "transparent_bg_config", pattern=Background.PATTERNS)
         levels = ("chessboard_white_value", "chessboard_gray_value")
-        return read, read_settings(Background, background, "transparent_bg_config", zero=levels)
+        return read, read_settings(Background, background, "transparent_bg_config", may_be_zero=levels)
 
 
 def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
@@ -158,18 +157,19 @@ class KimiK3(Family):
     """Kimi-K3 images."""
 
     name = "kimi_k3"
-    model_type, architecture, kin = "kimi_k3", "KimiK3ForConditionalGeneration", ("kimi", "Kimi")
-    scopes = ("vision_tower.", "mm_projector.")
+    model_type, architecture = "kimi_k3", "KimiK3ForConditionalGeneration"
+    lookalike_prefixes = ("kimi", "Kimi")
+    tensor_prefixes = ("vision_tower.", "mm_projector.")
     merge = _MERGE
     checkpoints = ("moonshotai/Kimi-K3",)
 
     @classmethod
-    def resembles(cls, config: Mapping[str, Any]) -> str | None:
+    def why_lookalike(cls, config: Mapping[str, Any]) -> str | None:
         vision = config.get("vision_config")
         kind = vision.get("mm_projector_type") if isinstance(vision, dict) else None
-        if cls.named(config) and kind != "patchmergerv2":  # by which K2.5 is told apart
+        if cls.has_name(config) and kind != "patchmergerv2":  # by which K2.5 is told apart
             return f"mm_projector_type {kind!r} is an older model's"
-        return super().resembles(config)
+        return super().why_lookalike(config)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -200,7 +200,7 @@ class KimiK3(Family):
         tower = KimiTower(self.vision, self.table.to(device, dtype))
         ported = "mm_projector.linear_1.weight" in self.checkpoint.files
         names = _NAMES + (_PORTED if ported else _RELEASED)
-        load_into(tower, self.checkpoint, names, self.scopes, device, dtype)
+        load_into(tower, self.checkpoint, names, self.tensor_prefixes, device, dtype)
         for block in tower.trunk.blocks:
             block.attn.pair_halves()
         return tower

@@ -145,18 +145,18 @@ def load_into(
     module: nn.Module,
     checkpoint: Checkpoint,
     renames: Renames,
-    scopes: Sequence[str],
+    prefixes: Sequence[str],
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Give a declared module its values from a checkpoint, of which all under `scopes` must be known."""
+    """Give a declared module its values from a checkpoint, of which all under `prefixes` must be known."""
     declared = module.state_dict()
     names = {name: rename(name, renames) for name in declared}
     exact = _norm_tensors(module)
     wanted = {
         names[name]: value.to(torch.float32 if name in exact else dtype) for name, value in declared.items()
     }
-    tensors = checkpoint.load(wanted, scopes, device)
+    tensors = checkpoint.load(wanted, prefixes, device)
     assign(module, {name: tensors[theirs] for name, theirs in names.items()})
 
 

@@ -68,15 +68,15 @@ class Checkpoint:
     def load(
         self,
         wanted: Mapping[str, torch.Tensor],
-        scopes: Sequence[str],
+        prefixes: Sequence[str],
         device: torch.device,
     ) -> dict[str, torch.Tensor]:
         """Read tensors by name as owned copies on `device`, each of the shape and dtype in `wanted`.
 
-        Every name that begins with one of `scopes` must be known: missing, unexpected, misshapen and
+        Every name that begins with one of `prefixes` must be known: missing, unexpected, misshapen and
         quantised tensors raise one CheckpointError that lists them all.
         """
-        names = {name for name in self.files if name.startswith(tuple(scopes))}
+        names = {name for name in self.files if name.startswith(tuple(prefixes))}
         missing, unexpected = sorted(wanted.keys() - names), sorted(names - wanted.keys())
         misshapen: list[str] = []
         quantised: list[str] = []
@@ -105,11 +105,11 @@ class Checkpoint:
             )
         return tensors
 
-    def digest(self, scopes: Sequence[str]) -> str:
+    def digest(self, prefixes: Sequence[str]) -> str:
         """SHA-256, in hex, over names, dtypes, shapes and bytes of the tensors whose names begin with one
-        of `scopes`: the same however they are spread over files. Reads them once, side by side.
+        of `prefixes`: the same however they are spread over files. Reads them once, side by side.
         """
-        names = sorted(name for name in self.files if name.startswith(tuple(scopes)))
+        names = sorted(name for name in self.files if name.startswith(tuple(prefixes)))
 
         def one(name: str) -> bytes:
             with self._open(self.files[name]) as shard:
