@@ -18,8 +18,9 @@ from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
 from ..media.patches import Bicubic, cut
 from ..media.picture import Picture
+from . import layers
 from .family import Family, check_heads, read_settings, section
-from .layers import Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm, cells, parameter
+from .layers import Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm
 from .trunk import Trunk, load_into
 from .weights import Checkpoint
 
@@ -211,14 +212,15 @@ class DeepSeekTower(nn.Module):
             theta=config.rope_theta,
         )
         self.aligner = GeluMLP(width * self.ratio**2, out, out=out, bias=True)
-        self.image_start, self.image_newline, self.image_end = (parameter(out) for _ in range(3))
+        self.image_start, self.image_newline, self.image_end = (layers.parameter(out) for _ in range(3))
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """uint8 [sum(h·w), 3·patch²] and a grid (1, h, w) an image -> the images' spans [rows, out]."""
         parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
         # Each cell as one row, flattened as (channel, y, x).
         windows = [
-            cells(p, g, self.ratio).permute(0, 3, 1, 2).flatten(1) for p, g in zip(parts, grids, strict=True)
+            layers.windows(p, g, self.ratio).permute(0, 3, 1, 2).flatten(1)
+            for p, g in zip(parts, grids, strict=True)
         ]
         rows = self.aligner(torch.cat(windows)).split([len(window) for window in windows])
         return torch.cat([self._span(part, grid) for part, grid in zip(rows, grids, strict=True)])

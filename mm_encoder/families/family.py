@@ -19,7 +19,7 @@ from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, UnsupportedMediaError
 from ..media.picture import Picture
 from ..media.source import ImageInput, Source, open_source, size_of
-from .layers import Grid, look_up
+from .layers import Grid, normalize_bytes
 from .weights import Checkpoint
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class Family(ABC):
         """The tensor that the reference's processor gives for these patches: values, shape and order.
         By default [patches, channels, patch, patch].
         """
-        values = look_up(patches.data, self.table)
+        values = normalize_bytes(patches.data, self.table)
         side = math.isqrt(values.shape[-1])
         return values.unflatten(-1, (side, side)).to(dtype)
 

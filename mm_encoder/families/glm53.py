@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError
 from ..media.geometry import over_white
 from ..media.patches import Bicubic, cut
 from ..media.picture import Picture
+from . import layers
 from .family import Family, check_agreement, check_heads, read_settings, require, section
-from .layers import Attention, Block, ClampedSwiGLU, Grid, LayerNorm, Linear, RMSNorm, look_up, repeat_frame
+from .layers import Attention, Block, ClampedSwiGLU, Grid, LayerNorm, Linear, RMSNorm
 from .trunk import Trunk, load_into
 from .weights import Checkpoint
 
@@ -190,8 +190,8 @@ class Glm53(Family):
         return cut(pixels, plan, patch=side, merge=merge, bicubic=Bicubic.TORCH, fill=0)
 
     def pixel_values(self, patches: Patches, dtype: torch.dtype) -> Tensor:
-        values = look_up(patches.data, self.table)
-        return repeat_frame(values, self.processor.temporal_patch_size).to(dtype)
+        values = layers.normalize_bytes(patches.data, self.table)
+        return layers.repeat_frame(values, self.processor.temporal_patch_size).to(dtype)
 
     @property
     def tensor_prefixes(self) -> tuple[str, ...]:
@@ -214,7 +214,7 @@ class Merger(ClampedSwiGLU):
         self.post_projection_norm = LayerNorm(width, _MERGER_NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.gelu(self.post_projection_norm(self.proj(x))))
+        return super().forward(nn.functional.gelu(self.post_projection_norm(self.proj(x))))
 
 
 class GlmTower(nn.Module):

@@ -19,8 +19,9 @@ from ..errors import CheckpointError, MediaTooLargeError
 from ..media.geometry import Background, over_background, resize_native
 from ..media.patches import Bicubic, cut
 from ..media.picture import Picture
+from . import layers
 from .family import Family, check_agreement, check_heads, read_settings, require, section
-from .layers import Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm, cells
+from .layers import Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm
 from .trunk import PositionTable, Trunk, load_into
 from .weights import Checkpoint
 
@@ -198,11 +199,10 @@ class KimiK3(Family):
 
     def build_tower(self, device: torch.device, dtype: torch.dtype) -> KimiTower:
         tower = KimiTower(self.vision, self.table.to(device, dtype))
-        ported = "mm_projector.linear_1.weight" in self.checkpoint.files
-        names = _NAMES + (_PORTED if ported else _RELEASED)
+        names = _NAMES + (_PORTED if "mm_projector.linear_1.weight" in self.checkpoint.files else _RELEASED)
         load_into(tower, self.checkpoint, names, self.tensor_prefixes, device, dtype)
         for block in tower.trunk.blocks:
-            block.attn.pair_halves()
+            block.attn.deinterleave_rope()
         return tower
 
 
@@ -245,6 +245,6 @@ class KimiTower(nn.Module):
         if any(h % _MERGE or w % _MERGE for _, h, w in grids):
             raise ValueError(f"the sides of grids {list(grids)} must be multiples of {_MERGE}")
         parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
-        merged = [cells(part, grid, _MERGE).flatten(1) for part, grid in zip(parts, grids, strict=True)]
+        merged = [layers.windows(p, g, _MERGE).flatten(1) for p, g in zip(parts, grids, strict=True)]
         rows = self.projector(torch.cat(merged))
         return self.post_norm(rows).to(rows.dtype)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 Grid: TypeAlias = tuple[int, int, int]
 """A patch grid (t, h, w), before merging."""
 
-Rotation: TypeAlias = tuple[Tensor, Tensor]
+Rope: TypeAlias = tuple[Tensor, Tensor]
 """cos and sin, float32 [tokens, 1, head_dim/2]."""
 
 
@@ -127,23 +127,23 @@ class Attention(nn.Module):
         self.q_norm = None if norm_eps is None else RMSNorm(self.head_dim, norm_eps)
         self.k_norm = None if norm_eps is None else RMSNorm(self.head_dim, norm_eps)
 
-    def pair_halves(self) -> None:
-        """Reorder the query and key rows of every head, once, so that `rotate_halves` serves a checkpoint
+    def deinterleave_rope(self) -> None:
+        """Reorder the query and key rows of every head, once, so that `apply_rope` serves a checkpoint
         that rotates dims (2j, 2j+1), even j by the column and odd j by the row. Dot products do not mind.
         """
         dim = self.head_dim
-        pairs = [*range(1, dim // 2, 2), *range(0, dim // 2, 2)]  # by the row first, as in grid_rotation
+        pairs = [*range(1, dim // 2, 2), *range(0, dim // 2, 2)]  # by the row first, as in grid_rope
         order = [2 * j for j in pairs] + [2 * j + 1 for j in pairs]
         for values in (self.qkv.weight, self.qkv.bias):
             if values is not None:
                 by_head = values.view(3, self.heads, dim, -1)
                 by_head[:2] = by_head[:2, :, order]
 
-    def forward(self, x: Tensor, turns: Rotation, lengths: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, lengths: Sequence[int]) -> Tensor:
         q, k, v = self.qkv(x).view(x.shape[0], 3, self.heads, -1).unbind(1)
         q = q.float() if self.q_norm is None else self.q_norm(q)
         k = k.float() if self.k_norm is None else self.k_norm(k)
-        q, k = rotate_halves(q, turns).to(v.dtype), rotate_halves(k, turns).to(v.dtype)
+        q, k = apply_rope(q, rope).to(v.dtype), apply_rope(k, rope).to(v.dtype)
         return self.proj(attention(q, k, v, lengths))
 
 
@@ -154,12 +154,12 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attn, self.norm2, self.mlp = norm1, attn, norm2, mlp
 
-    def forward(self, x: Tensor, turns: Rotation, lengths: Sequence[int]) -> Tensor:
-        x = x + self.attn(self.norm1(x), turns, lengths)
+    def forward(self, x: Tensor, rope: Rope, lengths: Sequence[int]) -> Tensor:
+        x = x + self.attn(self.norm1(x), rope, lengths)
         return x + self.mlp(self.norm2(x))
 
 
-def look_up(patches: Tensor, table: Tensor) -> Tensor:
+def normalize_bytes(patches: Tensor, table: Tensor) -> Tensor:
     """Normalise bytes by table: uint8 [n, channels·k] and [channels, 256] -> [n, channels, k].
 
     A reference's normalisation is a function of channel and byte, so its own 256 results a channel,
@@ -177,9 +177,9 @@ def repeat_frame(values: Tensor, frames: int) -> Tensor:
     return values.unsqueeze(2).expand(n, channels, frames, area).reshape(n, -1)
 
 
-def cells(x: Tensor, grid: Grid, side: int) -> Tensor:
-    """[h·w, width] in raster order -> [cells, side, side, width], cells of side x side patches in raster
-    order; what a cell has beyond the grid is zero.
+def windows(x: Tensor, grid: Grid, side: int) -> Tensor:
+    """[h·w, width] in raster order -> [windows, side, side, width], windows of side x side patches in
+    raster order; what a window has beyond the grid is zero.
     """
     _, h, w = grid
     x = F.pad(x.view(h, w, -1), (0, 0, 0, -w % side, 0, -h % side))
@@ -199,8 +199,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor
     return merged[0] if len(merged) == 1 else torch.cat(merged)
 
 
-def rotate_halves(x: Tensor, turns: Rotation) -> Tensor:
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding over pairs (j, j + dim/2) of [tokens, heads, dim]."""
-    cos, sin = turns
+    cos, sin = rope
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layers import Block, Grid, LayerNorm, Linear, RMSNorm, Rotation, look_up, parameter, repeat_frame
+from .layers import Block, Grid, LayerNorm, Linear, RMSNorm, Rope, normalize_bytes, parameter, repeat_frame
 from .weights import Checkpoint
 
 Renames: TypeAlias = Sequence[tuple[str, str]]
@@ -48,21 +48,21 @@ class Trunk(nn.Module):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """uint8 [sum(t·h·w), channels·patch²] and a grid an image -> float32 [sum(t·h·w), width]."""
         _check_packing(patches, grids, self.merge)
-        pixels = repeat_frame(look_up(patches, self.table), self.frames)
+        pixels = repeat_frame(normalize_bytes(patches, self.table), self.frames)
         x = self.embed(pixels).float()
         device = x.device
         if self.positions is not None:
             make = self.positions.interpolated
             x = x + torch.cat([self.tables.get(("positions", g), partial(make, g))[0] for g in grids])
-        rotate = partial(grid_rotation, self.merge, self.blocks[0].attn.head_dim, self.theta, device)
-        turns = _pack([self.tables.get(("turns", g), partial(rotate, g)) for g in grids])
+        make_rope = partial(grid_rope, self.merge, self.blocks[0].attn.head_dim, self.theta, device)
+        rope = _pack([self.tables.get(("rope", g), partial(make_rope, g)) for g in grids])
         lengths = [h * w for t, h, w in grids for _ in range(t)]  # frames do not see each other
         for block in self.blocks:
-            x = block(x, turns, lengths)
+            x = block(x, rope, lengths)
         return self.norm(x)
 
 
-def grid_rotation(merge: int, head_dim: int, theta: float, device: torch.device, grid: Grid) -> Rotation:
+def grid_rope(merge: int, head_dim: int, theta: float, device: torch.device, grid: Grid) -> Rope:
     """The rotation of one grid's patches: angles (row·f, column·f) with f_k = theta^(-2k / (head_dim/2)),
     where the patches of a merge x merge block are consecutive. Computed on `device`.
     """
@@ -124,7 +124,7 @@ class GridTables(threading.local):
         return table
 
 
-def _pack(tables: Sequence[Rotation]) -> Rotation:
+def _pack(tables: Sequence[Rope]) -> Rope:
     if len(tables) == 1:
         return tables[0]
     cos, sin = zip(*tables, strict=True)
