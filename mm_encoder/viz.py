@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from .config import MediaLimits
 from .contract import ImageResult, ImageSize, Plan
 from .families.family import Family
-from .media.geometry import over_white
+from .media.geometry import composite_over_white
 from .media.source import open_source
 
 Colours = np.ndarray[Any, np.dtype[np.uint8]]
@@ -53,7 +53,7 @@ def draw(
     panels = []
     limits = MediaLimits()
     for name, path, (rows, metadata) in items[:LIMIT]:
-        photo = Image.fromarray(over_white(open_source(path, limits).decode(limits).pixels))
+        photo = Image.fromarray(composite_over_white(open_source(path, limits).decode(limits).pixels))
         photo.thumbnail((1024, 1024))  # as decoded, two dozen could take gigabytes
         plan = family.plan(ImageSize(*metadata.original_size))
         colours = principal_colours(rows, family.token_map(plan))

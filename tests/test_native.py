@@ -31,7 +31,7 @@ from mm_encoder.contract import ImageSize, Plan
 from mm_encoder.errors import MediaDecodeError
 from mm_encoder.families.registry import load_family
 from mm_encoder.media import png
-from mm_encoder.media.geometry import place, resize_bicubic_pillow, resize_bicubic_torch
+from mm_encoder.media.geometry import pad_to_canvas, resize_bicubic_pillow, resize_bicubic_torch
 from mm_encoder.media.patches import Bicubic, cut, patchify
 from mm_encoder.media.picture import Picture, Pixels
 
@@ -239,7 +239,7 @@ def test_canvas_patches_and_their_order(
     source = ImageSize(*(int(side) for side in random.integers(1, 60, 2)))
     pixels = random.integers(0, 256, (source.height, source.width, 3), np.uint8)
     plan = Plan.on_canvas(source, content, canvas, patch=patch, rows=lambda h, w: h * w, offset=offset)
-    page = place(RESIZE[bicubic](pixels, content), canvas, offset, fill)
+    page = pad_to_canvas(RESIZE[bicubic](pixels, content), canvas, offset, fill)
     wanted = patchify(page, patch, merge)
     rows = cut(pixels, plan, patch=patch, merge=merge, bicubic=bicubic, fill=fill)
     assert np.array_equal(rows.data, wanted)

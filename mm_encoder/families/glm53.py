@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError
-from ..media.geometry import over_white
+from ..media.geometry import composite_over_white
 from ..media.patches import Bicubic, cut
 from ..media.picture import Picture
 from . import layers
@@ -186,7 +186,7 @@ class Glm53(Family):
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
         side, merge = self.processor.patch_size, self.processor.merge_size
-        pixels = over_white(picture.pixels)
+        pixels = composite_over_white(picture.pixels)
         return cut(pixels, plan, patch=side, merge=merge, bicubic=Bicubic.TORCH, fill=0)
 
     def pixel_values(self, patches: Patches, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
-from ..media.geometry import Background, over_background, resize_native
+from ..media.geometry import Background, composite_over, resize_native
 from ..media.patches import Bicubic, cut
 from ..media.picture import Picture
 from . import layers
@@ -192,9 +192,9 @@ class KimiK3(Family):
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
         if self.processor.transparent_bg_fill_stage == "before_resize":
-            picture = Picture(over_background(picture, self.background))
+            picture = Picture(composite_over(picture, self.background))
         if picture.native is not None or picture.pixels.shape[2] == 4:
-            picture = Picture(over_background(resize_native(picture, plan.content), self.background))
+            picture = Picture(composite_over(resize_native(picture, plan.content), self.background))
         return cut(picture.pixels, plan, patch=self.vision.patch_size, bicubic=Bicubic.PILLOW, fill=0)
 
     def build_tower(self, device: torch.device, dtype: torch.dtype) -> KimiTower:

@@ -16,7 +16,7 @@ from ..contract import ImageSize
 from .picture import Picture, Pixels, without_alpha
 
 
-def over_white(pixels: Pixels) -> Pixels:
+def composite_over_white(pixels: Pixels) -> Pixels:
     """RGB of `pixels` [h, w, 3 or 4]; alpha is composited over opaque white in Pillow's arithmetic."""
     if pixels.shape[2] == 3:
         return pixels
@@ -33,15 +33,15 @@ def resize_bicubic_torch(pixels: Pixels, size: ImageSize) -> Pixels:
         return pixels
     image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
     if size.width > 1:
-        return _as_torch(image, size)
+        return _interpolate(image, size)
     # Torch 2.14 for CPUs without AVX2 repeats the first row of what is one pixel wide. Two equal columns
     # come out right everywhere.
-    across = _as_torch(image, ImageSize(1, pixels.shape[0]))[:, :1] if pixels.shape[1] > 1 else pixels
+    across = _interpolate(image, ImageSize(1, pixels.shape[0]))[:, :1] if pixels.shape[1] > 1 else pixels
     column = torch.from_numpy(np.repeat(across, 2, axis=1)).permute(2, 0, 1).unsqueeze(0)
-    return np.ascontiguousarray(_as_torch(column, ImageSize(2, size.height))[:, :1])
+    return np.ascontiguousarray(_interpolate(column, ImageSize(2, size.height))[:, :1])
 
 
-def _as_torch(image: torch.Tensor, size: ImageSize) -> Pixels:
+def _interpolate(image: torch.Tensor, size: ImageSize) -> Pixels:
     resized = torch.nn.functional.interpolate(
         image, size=(size.height, size.width), mode="bicubic", align_corners=False, antialias=True
     )
@@ -54,7 +54,7 @@ def resize_bicubic_pillow(pixels: Pixels, size: ImageSize) -> Pixels:
     """
     if pixels.shape[1::-1] == size:
         return pixels
-    return np.array(_across_and_down(Image.fromarray(pixels), size))
+    return np.array(_two_pass_bicubic(Image.fromarray(pixels), size))
 
 
 def resize_native(picture: Picture, size: ImageSize) -> Picture:
@@ -66,11 +66,11 @@ def resize_native(picture: Picture, size: ImageSize) -> Picture:
         return Picture.of(image.resize(size, Image.Resampling.NEAREST))
     premultiplied = {"RGBA": "RGBa", "LA": "La"}.get(image.mode)
     if premultiplied is None:
-        return Picture.of(_across_and_down(image, size))
-    return Picture.of(_across_and_down(image.convert(premultiplied), size).convert(image.mode))
+        return Picture.of(_two_pass_bicubic(image, size))
+    return Picture.of(_two_pass_bicubic(image.convert(premultiplied), size).convert(image.mode))
 
 
-def _across_and_down(image: Image.Image, size: ImageSize) -> Image.Image:
+def _two_pass_bicubic(image: Image.Image, size: ImageSize) -> Image.Image:
     # One after the other: from version 13 on, Pillow goes down first where that is less work, and clamps
     # something else. The references were made before that.
     across = image.resize((size.width, image.height), Image.Resampling.BICUBIC)
@@ -106,7 +106,7 @@ class Background:
         return levels.astype(np.uint8)[:, :, None]
 
 
-def over_background(picture: Picture, background: Background | None) -> Pixels:
+def composite_over(picture: Picture, background: Background | None) -> Pixels:
     """RGB of a picture. Where it has an alpha band, or transparency beside another mode than RGB, it is
     composited over the background in float32 and truncated; with no background alpha is dropped.
     """
@@ -119,7 +119,7 @@ def over_background(picture: Picture, background: Background | None) -> Pixels:
     return over.astype(np.uint8)
 
 
-def place(pixels: Pixels, canvas: ImageSize, offset: tuple[int, int], fill: int) -> Pixels:
+def pad_to_canvas(pixels: Pixels, canvas: ImageSize, offset: tuple[int, int], fill: int) -> Pixels:
     """Put [h, w, c] on a canvas of one value at `offset` (left, top); no copy if it fills it."""
     height, width, channels = pixels.shape
     if (width, height) == canvas:

@@ -11,7 +11,7 @@ import torch
 
 from .. import _native
 from ..contract import Patches, Plan
-from .geometry import place, resize_bicubic_pillow, resize_bicubic_torch
+from .geometry import pad_to_canvas, resize_bicubic_pillow, resize_bicubic_torch
 from .picture import Pixels, without_alpha
 
 
@@ -52,7 +52,7 @@ def cut(
     kernels = _native.kernels
     if kernels is None or max(pixels.shape) > _LONGEST:
         content = _RESIZE[bicubic](without_alpha(pixels), plan.content)
-        out.numpy()[:] = patchify(place(content, canvas, plan.offset, fill), patch, merge)
+        out.numpy()[:] = patchify(pad_to_canvas(content, canvas, plan.offset, fill), patch, merge)
     else:
         kernels.cut(
             pixels,

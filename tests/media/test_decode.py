@@ -16,7 +16,7 @@ from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageFile, PngImagePlugin
 from mm_encoder.config import ImageOptions
 from mm_encoder.errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from mm_encoder.media import decode as decode_module
-from mm_encoder.media.geometry import over_white
+from mm_encoder.media.geometry import composite_over_white
 from mm_encoder.media.header import read_header
 from mm_encoder.media.picture import Picture, Pixels
 from mm_encoder.media.source import open_source
@@ -154,7 +154,7 @@ def test_eight_orientations_give_eight_pictures() -> None:
 def test_every_carrier_of_alpha_is_composited(row: Row) -> None:
     pixels = decoded(case(row["file"]))
     assert pixels.shape[2] == 4
-    shown, width = over_white(pixels), pixels.shape[1]
+    shown, width = composite_over_white(pixels), pixels.shape[1]
     tolerance = row.get("tol", 0)
     assert near(shown[:, : width // 2], row["left"], tolerance)
     assert near(shown[:, width // 2 :], row["right_composited_white"], tolerance)
@@ -165,7 +165,7 @@ def test_colour_under_alpha_zero_stays_hidden() -> None:
     for name in ("D03_hidden_red_rgba.png", "D03_hidden_red_rgba.webp"):
         row, pixels = named("D03", name), decoded(case(name))
         assert (pixels[0, 0] == (255, 0, 0, 0)).all()
-        shown = over_white(pixels)
+        shown = composite_over_white(pixels)
         height, width = shown.shape[:2]
         if "centre" in row:
             assert near(shown[height // 2, width // 2], row["centre"])
@@ -178,7 +178,7 @@ def test_colour_under_alpha_zero_stays_hidden() -> None:
 
 def test_an_alpha_ramp_is_composited_column_by_column() -> None:
     row = named("D03", "D03_alpha_ramp.png")
-    shown = over_white(decoded(case(row["file"])))
+    shown = composite_over_white(decoded(case(row["file"])))
     assert shown.shape[1] == len(row["columns"])
     assert near(shown, row["columns"], row["tol"])
 
@@ -187,7 +187,7 @@ def test_an_alpha_ramp_is_composited_column_by_column() -> None:
     "name", [r["file"] for r in rows("D02", "D03")] + ["D30_gif_transparent.gif", "D04_grayalpha16.png"]
 )
 def test_the_familys_pixels_are_composited(name: str, planner: MediaPlanner) -> None:
-    shown = over_white(decoded(case(name)))
+    shown = composite_over_white(decoded(case(name)))
     inputs = planner.prepare_inputs(case(name))[1]
     opaque = planner.prepare_inputs(saved(Image.fromarray(shown), "PNG"))[1]
     assert inputs["pixel_values"].equal(opaque["pixel_values"])
@@ -198,7 +198,7 @@ def test_the_familys_pixels_are_composited(name: str, planner: MediaPlanner) -> 
 
 @pytest.mark.parametrize("row", rows("D04"), ids=file_of)
 def test_every_depth_of_grey_is_scaled_to_bytes(row: Row) -> None:
-    pixels = over_white(decoded(case(row["file"])))
+    pixels = composite_over_white(decoded(case(row["file"])))
     wanted = np.array(row["columns"])[np.newaxis, :, np.newaxis]
     assert pixels.shape[1] == len(row["columns"])
     assert near(pixels, wanted, row.get("tol", 0))
@@ -272,7 +272,7 @@ def test_narrow_and_tiny_pictures_are_planned_and_prepared(row: Row, planner: Me
 @pytest.mark.parametrize("row", rows("D30"), ids=file_of)
 def test_the_first_frame_is_the_picture(row: Row, planner: MediaPlanner) -> None:
     data = case(row["file"])
-    shown = over_white(decoded(data))
+    shown = composite_over_white(decoded(data))
     assert planner.plan(data).original_size == shown.shape[1::-1]
     if "size" in row:
         assert shown.shape[1::-1] == tuple(row["size"])
