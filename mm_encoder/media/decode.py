@@ -49,7 +49,7 @@ def decode(data: bytes, limits: MediaLimits, *, exif_orientation: bool = True) -
             f"the {header.kind} header says {header.size.width}x{header.size.height}, "
             f"but {picture.size.width}x{picture.size.height} was decoded"
         )
-    return picture.turned(header.orientation) if exif_orientation else picture
+    return picture.oriented(header.orientation) if exif_orientation else picture
 
 
 # --- JPEG --------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What a file says of itself before its pixels are decoded: kind, size, orientation.
 
 Only headers are walked, so this costs tens of microseconds, and nothing here depends on Pillow, whose
-global limits belong to the host. Sizes are as stored; `Header.shown` is what a viewer shows.
+global limits belong to the host. Sizes are as stored; `Header.display_size` is what a viewer shows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .containers import (
     riff_chunks,
 )
 
-_TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+_SWAPS_SIDES = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Header:
     orientation: int = 1
     channels: int = 3
 
-    def shown(self, exif_orientation: bool = True) -> ImageSize:
+    def display_size(self, exif_orientation: bool = True) -> ImageSize:
         """The size that a viewer shows; the stored one when orientation is not to be applied."""
         width, height = self.size
-        swap = exif_orientation and self.orientation in _TRANSPOSED
+        swap = exif_orientation and self.orientation in _SWAPS_SIDES
         return ImageSize(height, width) if swap else self.size
 
 

@@ -14,7 +14,7 @@ from ..errors import UnsupportedMediaError
 Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """uint8 [height, width, 3 or 4]: RGB, or RGB with straight alpha."""
 
-_TURNS = {
+_TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -60,7 +60,7 @@ class Picture:
         """The picture as a Pillow image in the mode it was stored in."""
         return Image.fromarray(self.pixels) if self.native is None else self.native
 
-    def turned(self, orientation: int) -> Picture:
+    def oriented(self, orientation: int) -> Picture:
         """As shown, from as stored (EXIF 2.3, tag 0x0112: 1 to 8)."""
         if orientation == 1:
             return self
@@ -71,7 +71,7 @@ class Picture:
             pixels = pixels[::-1]
         if orientation in (2, 3, 6, 7):
             pixels = pixels[:, ::-1]
-        native = None if self.native is None else self.native.transpose(_TURNS[orientation])
+        native = None if self.native is None else self.native.transpose(_TRANSPOSES[orientation])
         return Picture(np.ascontiguousarray(pixels), native)
 
 

@@ -129,7 +129,7 @@ def open_source(image: ImageInput, limits: MediaLimits, options: ImageOptions | 
         data = read_data_url(image, limits)
     else:
         data = _read_file(image, limits)
-    size = read_header(data, limits).shown(options.exif_orientation)
+    size = read_header(data, limits).display_size(options.exif_orientation)
     return Source(size, options, encoded=data)
 
 
@@ -209,7 +209,7 @@ def _open_pixels(image: np.ndarray | Image.Image, limits: MediaLimits, options: 
         with _PILLOW_LOCK:
             picture, orientation = _take_pillow(image)
         if options.exif_orientation:
-            picture = picture.turned(orientation)
+            picture = picture.oriented(orientation)
     return Source(picture.size, options, picture=picture, mode=mode)
 
 

@@ -74,7 +74,7 @@ def named(case_name: str, file: str) -> Row:
 def test_header_plan_and_pixels_are_turned_alike(row: Row, planner: MediaPlanner) -> None:
     data, size = case(row["file"]), tuple(row["size"])
     plan, inputs = planner.prepare_inputs(data)
-    assert read_header(data, LIMITS).shown() == size
+    assert read_header(data, LIMITS).display_size() == size
     assert plan == planner.plan(data) == planner.plan(size)
     assert plan.original_size == size
     assert inputs["grid_thws"].tolist() == [list(plan.grid_thws[0])]
@@ -122,7 +122,7 @@ CARRIERS = ["JPEG", "PNG", "PNG, behind the pixels", "WebP"]
 def check_turned_as_pillow_does(data: bytes, planner: MediaPlanner) -> None:
     wanted = shown_by_pillow(data)
     assert same_pixels(decoded(data), wanted)
-    assert read_header(data, LIMITS).shown() == wanted.shape[1::-1]
+    assert read_header(data, LIMITS).display_size() == wanted.shape[1::-1]
     assert planner.plan(data).original_size == wanted.shape[1::-1]
     assert decoded(data, exif_orientation=False).shape == (14, 23, 3)
 
@@ -142,7 +142,7 @@ def test_xmp_turns_every_kind_as_pillow_does(kind: str, planner: MediaPlanner) -
 
 def test_eight_orientations_give_eight_pictures() -> None:
     pixels = np.arange(6, dtype=np.uint8).reshape(2, 3, 1)
-    turned = [Picture(pixels).turned(orientation).pixels for orientation in range(1, 9)]
+    turned = [Picture(pixels).oriented(orientation).pixels for orientation in range(1, 9)]
     assert len({(t.shape, t.tobytes()) for t in turned}) == 8
     assert all(t.flags.c_contiguous for t in turned)
 
@@ -328,7 +328,7 @@ def check_against_pillow(data: bytes, channels: int = 3) -> None:
     assert pixels.dtype == np.uint8
     assert pixels.flags.c_contiguous
     assert pixels.flags.writeable
-    assert read_header(data, LIMITS).shown() == pixels.shape[1::-1]
+    assert read_header(data, LIMITS).display_size() == pixels.shape[1::-1]
     assert same_pixels(pixels, shown_by_pillow(data, channels))
 
 
