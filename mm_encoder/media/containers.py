@@ -127,12 +127,12 @@ def check_jpeg_scans(data: bytes) -> None:
     raise MediaDecodeError("the JPEG is truncated (some of its scans are missing)")
 
 
-def tidy_jpeg(data: bytes, channels: int) -> bytes:
+def repair_jpeg_headers(data: bytes, channels: int) -> bytes:
     """The same picture without what libjpeg merely warns of before it comes to the pixels: stray bytes
     between segments, an unknown JFIF revision or Adobe transform (taken as YCbCr or YCCK), a sequential
     scan with a progressive one's parameters.
     """
-    tidy, progressive = bytearray(data[:2]), False
+    repaired, progressive = bytearray(data[:2]), False
     for marker, start, end in jpeg_segments(data):
         payload = bytearray(data[start:end])
         if marker == APP0 and payload.startswith(b"JFIF\0") and len(payload) >= 14:
@@ -143,9 +143,9 @@ def tidy_jpeg(data: bytes, channels: int) -> bytes:
             progressive = marker in _PROGRESSIVE
         elif marker == SOS and not progressive:
             payload[-3:] = b"\x00\x3f\x00"
-        tidy += b"\xff" + bytes([marker]) + (len(payload) + 2).to_bytes(2) + payload
+        repaired += b"\xff" + bytes([marker]) + (len(payload) + 2).to_bytes(2) + payload
         if marker == SOS:
-            return bytes(tidy + data[end:])
+            return bytes(repaired + data[end:])
     raise MediaDecodeError("the JPEG is truncated (it has no scan)")
 
 

@@ -26,7 +26,7 @@ from PIL import (
 
 from ..config import MediaLimits
 from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
-from .containers import check_jpeg_scans, gif_first_frame, tidy_jpeg
+from .containers import check_jpeg_scans, gif_first_frame, repair_jpeg_headers
 from .header import Header, read_header
 from .picture import Picture, Pixels, without_alpha
 from .png import pixel_chunks
@@ -85,7 +85,7 @@ def _decompress_jpeg(data: bytes, channels: int) -> Pixels | None:
     space = "CMYK" if channels == 4 else "RGB"
     pixels, reason = _decompress_strictly(data, space)
     if _BEFORE_PIXELS.search(reason):
-        data = tidy_jpeg(data, channels)
+        data = repair_jpeg_headers(data, channels)
         pixels, reason = _decompress_strictly(data, space)
     if (padding := _PADDING.search(reason)) and int(padding[1]) <= _MAX_PADDING:
         pixels = simplejpeg.decode_jpeg(data, space, strict=False)

@@ -42,34 +42,34 @@ class PixelChunks:
 
     data: bytes
     ihdr: Ihdr
-    packed: list[memoryview]
-    keyed: bool
+    idat: list[memoryview]
+    has_trns: bool
     """Whether a tRNS chunk says what is transparent."""
 
     def pixels(self) -> Pixels | None:
-        """The picture [h, w, 3 or 4], if it is of the usual kind (eight bits, RGB or RGBA, neither keyed nor
+        """The picture [h, w, 3 or 4], if it is of the usual kind (eight bits, RGB or RGBA, no tRNS chunk and not
         interlaced) and there are native kernels: in a third of the time that Pillow takes.
         """
         width, height, depth, colour, _, _, interlace = self.ihdr
         kernels = _native.kernels
-        if kernels is None or depth != 8 or colour not in (_RGB, _RGBA) or interlace or self.keyed:
+        if kernels is None or depth != 8 or colour not in (_RGB, _RGBA) or interlace or self.has_trns:
             return None
         channels = _CHANNELS[colour]
-        packed = b"".join(self.packed)
-        if packed[:1] > b"\x7f":
+        idat = b"".join(self.idat)
+        if idat[:1] > b"\x7f":
             raise MediaDecodeError("the PNG is corrupt (its pixel data wants a window larger than 32 KiB)")
         try:
-            data = isal_zlib.decompressobj().decompress(packed, self.rows_bytes)
+            data = isal_zlib.decompressobj().decompress(idat, self.inflated_bytes)
         except IsalError:
             return None  # Pillow may have all rows before it comes to what is wrong, a checksum for one
-        if len(data) < self.rows_bytes:
+        if len(data) < self.inflated_bytes:
             raise MediaDecodeError("the PNG is truncated (some of its rows are missing)")
         pixels = np.empty((height, width, channels), np.uint8)
         kernels.unfilter(np.frombuffer(data, np.uint8), height, width * channels, channels, pixels)
         return pixels
 
     @property
-    def rows_bytes(self) -> int:
+    def inflated_bytes(self) -> int:
         """What the pixel data inflates to, in bytes."""
         width, height, depth, colour, _, _, interlace = self.ihdr
         bits, total = depth * _CHANNELS[colour], 0
@@ -81,10 +81,10 @@ class PixelChunks:
 
     def has_all_rows(self) -> bool:
         """Whether the pixel data inflates to as many bytes as the picture has; inflates no more."""
-        missing = self.rows_bytes
+        missing = self.inflated_bytes
         inflate = zlib.decompressobj()
         piece: bytes | memoryview
-        for piece in self.packed:
+        for piece in self.idat:
             while missing > 0 and not inflate.eof and (part := inflate.decompress(piece, 1 << 16)):
                 missing -= len(part)
                 piece = inflate.unconsumed_tail
@@ -95,8 +95,8 @@ def pixel_chunks(data: bytes) -> PixelChunks:
     """Leave out text, profiles and animation: what they hold can then neither fail the picture nor cost
     anything. Raises MediaDecodeError or UnsupportedMediaError.
     """
-    kept, packed = [data[:8]], list[memoryview]()
-    ihdr, palette, name, keyed, parted = None, b"", b"", False, False
+    kept, idat = [data[:8]], list[memoryview]()
+    ihdr, palette, name, has_trns, palette_after_idat = None, b"", b"", False, False
     for name, start, end in png_chunks(data):
         # Pillow checks no CRC of pixel data. The others count too: a damaged name may hide a pixel chunk.
         crc = zlib.crc32(memoryview(data)[start - 4 : end])
@@ -117,28 +117,28 @@ def pixel_chunks(data: bytes) -> PixelChunks:
                     "the PNG is corrupt (a way to compress or filter that there is none of)"
                 )
         elif name == b"PLTE":
-            palette, parted = data[start:end], bool(packed)
+            palette, palette_after_idat = data[start:end], bool(idat)
         elif name == b"IDAT":
-            if parted:
+            if palette_after_idat:
                 raise MediaDecodeError("the PNG is corrupt (a palette within its pixel data)")
-            packed.append(memoryview(data)[start:end])
+            idat.append(memoryview(data)[start:end])
         elif name == b"tRNS" and ihdr is not None:
-            keyed = True
-            kept.append(_chunk(name, _eight_bit_key(data[start:end], ihdr)))
+            has_trns = True
+            kept.append(_chunk(name, _scaled_colour_key(data[start:end], ihdr)))
             continue
         kept.append(data[start - 8 : end + 4])
     if name != b"IEND" or ihdr is None:
         raise MediaDecodeError("the PNG is truncated (no IEND)")
     if ihdr.colour == _PALETTE and not palette:
         raise MediaDecodeError("the PNG has no palette")
-    return PixelChunks(b"".join(kept), ihdr, packed, keyed)
+    return PixelChunks(b"".join(kept), ihdr, idat, has_trns)
 
 
 def _chunk(name: bytes, payload: bytes) -> bytes:
     return len(payload).to_bytes(4) + name + payload + zlib.crc32(name + payload).to_bytes(4)
 
 
-def _eight_bit_key(payload: bytes, ihdr: Ihdr) -> bytes:
+def _scaled_colour_key(payload: bytes, ihdr: Ihdr) -> bytes:
     """tRNS with a colour key in the samples that Pillow compares it with: scaled up from fewer bits, the
     high byte of sixteen-bit colour. (Sixteen-bit grey is compared as it is.)
     """
