@@ -137,8 +137,8 @@ def _decode_gif(data: bytes, header: Header) -> Picture:
         control += data[frame.control : frame.control + 8]
         control[3] &= 0b11100011
     image = data[frame.start : frame.end]
-    one = screen + bytes(control) + image + b"\x3b"
-    loaded = _load(GifImagePlugin.GifImageFile(io.BytesIO(one)))
+    single = screen + bytes(control) + image + b"\x3b"
+    loaded = _load(GifImagePlugin.GifImageFile(io.BytesIO(single)))
     if loaded.mode == "L" and control and control[3] & 1:
         # Under one of the loading strategies that a host may set, Pillow forgets it for grey frames.
         loaded.info["transparency"] = control[6]

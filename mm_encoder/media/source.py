@@ -37,12 +37,12 @@ def is_image(value: object) -> bool:
 _PILLOW_LOCK = threading.Lock()
 
 
-def _renew_lock() -> None:
+def _reset_lock_after_fork() -> None:
     global _PILLOW_LOCK
     _PILLOW_LOCK = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it is not in the child
+os.register_at_fork(after_in_child=_reset_lock_after_fork)  # the thread that held it is not in the child
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _hash(model: str, *fields: bytes | memoryview) -> str:
 
 def check_input(image: object, options: object) -> None:
     """Raise TypeError for what is no image, or no ImageOptions or None, whatever it holds."""
-    _checked(options)
+    _checked_options(options)
     if not is_image(image):
         raise TypeError(
             "an image is bytes, a data URL, a pathlib.Path, a NumPy array or a Pillow image, "
@@ -137,7 +137,7 @@ def size_of(image: ImageInput, limits: MediaLimits, options: ImageOptions | None
     """The size of `image` as shown, as `open_source` would find it; arrays and Pillow images are neither
     copied nor loaded.
     """
-    options = _checked(options)
+    options = _checked_options(options)
     if isinstance(image, np.ndarray):
         size = _array_size(image)
         check_pixels(size, limits, "the array")
@@ -147,12 +147,12 @@ def size_of(image: ImageInput, limits: MediaLimits, options: ImageOptions | None
         check_pixels(size, limits, "the Pillow image")
         with _PILLOW_LOCK:
             orientation = _orientation_of_pillow(image)
-        turned = options.exif_orientation and orientation >= 5
-        return ImageSize(size.height, size.width) if turned else size
+        swapped = options.exif_orientation and orientation >= 5
+        return ImageSize(size.height, size.width) if swapped else size
     return open_source(image, limits, options).size
 
 
-def _checked(options: object) -> ImageOptions:
+def _checked_options(options: object) -> ImageOptions:
     if options is not None and not isinstance(options, ImageOptions):
         raise TypeError(f"image_options must be an ImageOptions, got {type(options).__name__}")
     return options or ImageOptions()
@@ -207,13 +207,13 @@ def _open_pixels(image: np.ndarray | Image.Image, limits: MediaLimits, options: 
         mode = f"{image.mode} {image.info.get('transparency')!r}"
         check_pixels(ImageSize(*image.size), limits, "the Pillow image")
         with _PILLOW_LOCK:
-            picture, orientation = _take_pillow(image)
+            picture, orientation = _copy_pillow(image)
         if options.exif_orientation:
             picture = picture.oriented(orientation)
     return Source(picture.size, options, picture=picture, mode=mode)
 
 
-def _take_pillow(image: Image.Image) -> tuple[Picture, int]:
+def _copy_pillow(image: Image.Image) -> tuple[Picture, int]:
     """A copy of it, and how that is to be turned."""
     try:
         image.load()  # first, since loading a TIFF turns it and takes the orientation away
@@ -248,7 +248,7 @@ def _array_size(array: np.ndarray) -> ImageSize:
 
 
 # A resize overshoots 0 to 1 by a little, which is clipped; anything beyond is another scale.
-_LEAST, _MOST = -1.0, 2.0
+_FLOAT_MIN, _FLOAT_MAX = -1.0, 2.0
 
 
 def _array_pixels(array: np.ndarray) -> Pixels:
@@ -256,7 +256,7 @@ def _array_pixels(array: np.ndarray) -> Pixels:
     if np.issubdtype(array.dtype, np.floating):
         if not np.isfinite(array).all():
             raise MediaDecodeError("the array holds values that are not finite")
-        if array.min() < _LEAST or array.max() > _MOST:
+        if array.min() < _FLOAT_MIN or array.max() > _FLOAT_MAX:
             raise MediaDecodeError(
                 f"floating arrays hold 0 to 1, got {array.min():g} to {array.max():g}; "
                 "convert 0 to 255 to uint8"

@@ -14,8 +14,8 @@ from mm_encoder.media.containers import (
     gif_first_frame,
     jpeg_segments,
     png_chunks,
-    riff_chunks,
     repair_jpeg_headers,
+    riff_chunks,
 )
 from mm_encoder.media.header import read_header
 
