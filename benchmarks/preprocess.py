@@ -124,7 +124,7 @@ def resizing() -> None:
         }
         for bicubic, (level, name) in product(Bicubic, enumerate(native.levels)):
             works[f"{bicubic.name} {name}"] = partial(
-                native.cut,
+                native.resize_and_patchify,
                 pixels,
                 content=size,
                 canvas=ImageSize(1932, 1092),

@@ -17,7 +17,7 @@ from . import _manifest
 from .errors import RuntimeMismatchError
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-_INTERFACE = 1
+_INTERFACE = 2
 _OUT_OF_MEMORY = b"out of memory"
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -36,7 +36,7 @@ class _Pixels(ctypes.Structure):
     )
 
 
-class _Cut(ctypes.Structure):
+class _PatchifyRequest(ctypes.Structure):
     _fields_ = (
         ("pixels", _Pixels),
         ("arithmetic", c_int64),
@@ -66,8 +66,8 @@ class Kernels:
             raise OSError(f"{library.name} has interface {found}, this package wants {_INTERFACE}")
         self._library.mm_level.restype = c_char_p
         self._library.mm_level.argtypes = (c_int64,)
-        self._library.mm_cut.restype = c_char_p
-        self._library.mm_cut.argtypes = (ctypes.POINTER(_Cut),)
+        self._library.mm_resize_and_patchify.restype = c_char_p
+        self._library.mm_resize_and_patchify.argtypes = (ctypes.POINTER(_PatchifyRequest),)
         unfilter = self._library.mm_unfilter
         unfilter.restype = c_char_p
         unfilter.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64)
@@ -77,7 +77,7 @@ class Kernels:
         self.levels = tuple(names)
         """Instruction sets that this CPU has kernels for, the plainest first."""
 
-    def cut(
+    def resize_and_patchify(
         self,
         pixels: Bytes,
         *,
@@ -115,14 +115,14 @@ class Kernels:
         numbers = (arithmetic, *content, *offset, *canvas, fill, patch, merge)
         if any(abs(number) >> 63 for number in numbers):  # of which ctypes would take the lower bits
             raise ValueError(f"sizes must fit 64 bits, got {numbers}")
-        request = _Cut(
+        request = _PatchifyRequest(
             where,
             *numbers,
             _writable(out),
             out.nbytes,
             level,
         )
-        _check(self._library.mm_cut(request))
+        _check(self._library.mm_resize_and_patchify(request))
 
     def unfilter(
         self, data: Bytes, height: int, row_bytes: int, pixel_bytes: int, out: Bytes, level: int = -1

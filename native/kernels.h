@@ -21,7 +21,7 @@ struct mm_pixels {
 };
 
 // A picture resized to `content`, put on a canvas of one value, and cut into patches.
-struct mm_cut_request {
+struct mm_patchify_request {
     struct mm_pixels pixels;
     int64_t arithmetic;  // enum mm_arithmetic; only used where a side of the content differs from the pixels'
     int64_t content_width, content_height;
@@ -42,7 +42,7 @@ enum mm_arithmetic {
 
 // Each returns NULL, or what is wrong; then nothing was written, but for rows before one of an unknown filter. "out of memory" is the one that is no fault
 // of the caller's.
-MM_API const char* mm_cut(const struct mm_cut_request* cut);
+MM_API const char* mm_resize_and_patchify(const struct mm_patchify_request* request);
 
 // Undo the row filters of a PNG (W3C PNG, third edition, 9.2): `data` is height rows of 1 + row_bytes, each
 // led by its filter's number; `out` gets height rows of row_bytes. `pixel_bytes` is the distance to the left

@@ -29,17 +29,18 @@ inline int paeth(int left, int up, int corner) {
 
 struct Level {
     const char* name;
-    int64_t rows;  // which it resizes at a time
-    void (*cut)(const mm_cut_request& cut, const Axis* across, const Axis* down, uint8_t* scratch);
+    int64_t rows_per_pass;  // of the horizontal pass
+    void (*resize_and_patchify)(const mm_patchify_request& request, const Axis* horizontal, const Axis* vertical,
+                                uint8_t* scratch);
     bool (*unfilter)(const uint8_t* data, int64_t height, int64_t row_bytes, int64_t pixel_bytes, uint8_t* out);
 };
 
-// Where in `scratch` each of the buffers of a cut begins.
+// Where in `scratch` each of the buffers of a request begins.
 struct Layout {
     int64_t columns, ring, lines, rows, total;
     int64_t ring_rows, ring_stride;
     int64_t plane;  // bytes of one channel of a line of the canvas
-    Layout(const mm_cut_request& cut, const Axis* across, const Axis* down, int64_t together);
+    Layout(const mm_patchify_request& request, const Axis* horizontal, const Axis* vertical, int64_t rows_per_pass);
 };
 
 extern const Level plain;

@@ -4,7 +4,7 @@ inline __m128i load(const uint8_t* from) { return _mm_loadu_si128(reinterpret_ca
 
 inline void store(__m128i bytes, uint8_t* to) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes); }
 
-inline void turn(const uint8_t* const from[4], uint8_t* const to[4]) {
+inline void transpose(const uint8_t* const from[4], uint8_t* const to[4]) {
     const __m128i loose = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
     const __m128i tight = _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1);
     __m128i rows[4];

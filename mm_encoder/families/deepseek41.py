@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
-from ..media.patches import Bicubic, cut
+from ..media.patches import Bicubic, resize_and_patchify
 from ..media.picture import Picture
 from . import layers
 from .family import Family, check_heads, read_settings, section
@@ -168,7 +168,8 @@ class DeepSeek41(Family):
         return plan_image(size, self.vision)
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
-        return cut(picture.pixels, plan, patch=self.vision.patch_size, bicubic=Bicubic.PILLOW, fill=_FILL)
+        patch = self.vision.patch_size
+        return resize_and_patchify(picture.pixels, plan, patch=patch, bicubic=Bicubic.PILLOW, fill=_FILL)
 
     def token_map(self, plan: Plan) -> np.ndarray:
         down, across = token_grid(*plan.grid_thw[1:], self.vision.downsample_ratio)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError
 from ..media.geometry import composite_over_white
-from ..media.patches import Bicubic, cut
+from ..media.patches import Bicubic, resize_and_patchify
 from ..media.picture import Picture
 from . import layers
 from .family import Family, check_agreement, check_heads, read_settings, require, section
@@ -187,7 +187,7 @@ class Glm53(Family):
     def patches(self, picture: Picture, plan: Plan) -> Patches:
         side, merge = self.processor.patch_size, self.processor.merge_size
         pixels = composite_over_white(picture.pixels)
-        return cut(pixels, plan, patch=side, merge=merge, bicubic=Bicubic.TORCH, fill=0)
+        return resize_and_patchify(pixels, plan, patch=side, merge=merge, bicubic=Bicubic.TORCH, fill=0)
 
     def pixel_values(self, patches: Patches, dtype: torch.dtype) -> Tensor:
         values = layers.normalize_bytes(patches.data, self.table)

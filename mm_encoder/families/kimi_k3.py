@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
 from ..media.geometry import Background, composite_over, resize_native
-from ..media.patches import Bicubic, cut
+from ..media.patches import Bicubic, resize_and_patchify
 from ..media.picture import Picture
 from . import layers
 from .family import Family, check_agreement, check_heads, read_settings, require, section
@@ -52,9 +52,7 @@ _PORTED = (("projector.up", "mm_projector.linear_1"), ("projector.down", "mm_pro
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """`vision_config` of config.json; a missing key means what the code takes it to mean, which is not
-    always what the release says.
-    """
+    """`vision_config` of config.json. Defaults are the code's; the release sets some keys otherwise."""
 
     vt_hidden_size: int = 1024
     vt_num_hidden_layers: int = 27
@@ -195,7 +193,8 @@ class KimiK3(Family):
             picture = Picture(composite_over(picture, self.background))
         if picture.native is not None or picture.pixels.shape[2] == 4:
             picture = Picture(composite_over(resize_native(picture, plan.content), self.background))
-        return cut(picture.pixels, plan, patch=self.vision.patch_size, bicubic=Bicubic.PILLOW, fill=0)
+        patch = self.vision.patch_size
+        return resize_and_patchify(picture.pixels, plan, patch=patch, bicubic=Bicubic.PILLOW, fill=0)
 
     def build_tower(self, device: torch.device, dtype: torch.dtype) -> KimiTower:
         tower = KimiTower(self.vision, self.table.to(device, dtype))

@@ -1,4 +1,4 @@
-"""Pixels -> patch rows in the orders that towers want: resized, placed and cut, in one native call where
+"""Pixels -> patch rows in the orders that towers want: resized, padded and cut, in one native call where
 there is the library for it, and with the same bits where there is none.
 """
 
@@ -24,11 +24,11 @@ class Bicubic(IntEnum):
 
 # The kernels turn a few rows at a time into columns of 64 bytes. A picture that is longer than JPEG can say
 # would have a thousand times more of them than pixels, at worst.
-_LONGEST = 1 << 16
+_MAX_NATIVE_SIDE = 1 << 16
 _RESIZE = {Bicubic.PILLOW: resize_bicubic_pillow, Bicubic.TORCH: resize_bicubic_torch}
 
 
-def cut(
+def resize_and_patchify(
     pixels: Pixels,
     plan: Plan,
     *,
@@ -50,11 +50,11 @@ def cut(
     elif out.shape != shape or not out.is_contiguous():
         raise ValueError(f"out must be contiguous, of shape {shape}; got {tuple(out.shape)}, {out.stride()}")
     kernels = _native.kernels
-    if kernels is None or max(pixels.shape) > _LONGEST:
+    if kernels is None or max(pixels.shape) > _MAX_NATIVE_SIDE:
         content = _RESIZE[bicubic](without_alpha(pixels), plan.content)
         out.numpy()[:] = patchify(pad_to_canvas(content, canvas, plan.offset, fill), patch, merge)
     else:
-        kernels.cut(
+        kernels.resize_and_patchify(
             pixels,
             content=plan.content,
             canvas=canvas,

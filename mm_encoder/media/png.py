@@ -47,8 +47,8 @@ class PixelChunks:
     """Whether a tRNS chunk says what is transparent."""
 
     def pixels(self) -> Pixels | None:
-        """The pixels [h, w, 3 or 4], in a third of Pillow's time, if the PNG is of the usual kind (8-bit RGB or
-        RGBA, no tRNS chunk, not interlaced) and there are native kernels; else None.
+        """The pixels [h, w, 3 or 4], in a third of Pillow's time, if the PNG is of the usual kind (8-bit RGB
+        or RGBA, no tRNS chunk, not interlaced) and there are native kernels; else None.
         """
         width, height, depth, colour, _, _, interlace = self.ihdr
         kernels = _native.kernels

@@ -34,13 +34,13 @@ Bytes noise(int64_t size) {
 int64_t differences = 0, done = 0, refused = 0;
 
 // Every level's answer to one request; `out` is made anew for each, of the size that is told if that is sane.
-void compare(mm_cut_request request) {
+void compare(mm_patchify_request request) {
     Bytes first;
     for (int64_t level = 0; mm_level(level); level++) {
         Bytes out(request.out_bytes >= 0 && request.out_bytes < 1 << 24 ? static_cast<size_t>(request.out_bytes) : 0);
         request.out = out.data();
         request.level = level;
-        if (mm_cut(&request)) {
+        if (mm_resize_and_patchify(&request)) {
             refused++;
             return;
         }
@@ -53,7 +53,7 @@ void compare(mm_cut_request request) {
 }
 
 void geometry(bool hostile) {
-    mm_cut_request request = {};
+    mm_patchify_request request = {};
     mm_pixels& p = request.pixels;
     p.channels = 3 + below(2);
     p.width = side();
@@ -105,9 +105,9 @@ void geometry(bool hostile) {
         if (below(50) == 0) p.buffer = nullptr;
         // What would be done, but not in the time of a test.
         if (p.width > 4096 || p.height > 4096 || request.canvas_width > 4096 || request.canvas_height > 4096) {
-            mm_cut_request checked = request;
+            mm_patchify_request checked = request;
             checked.out = nullptr;
-            if (!mm_cut(&checked)) differences++;
+            if (!mm_resize_and_patchify(&checked)) differences++;
             refused++;
             return;
         }
@@ -120,16 +120,16 @@ void filters(bool hostile) {
     const Bytes noisy = noise(height * (1 + row));
     Bytes data = noisy, first;
     for (int64_t y = 0; y < height; y++) data[y * (1 + row)] = static_cast<uint8_t>(below(hostile ? 6 : 5));
-    int64_t said_height = height, said_row = row, said_size = size;
+    int64_t claimed_height = height, claimed_row = row, claimed_size = size;
     if (hostile) {
-        int64_t* const fields[] = {&said_height, &said_row, &said_size};
+        int64_t* const fields[] = {&claimed_height, &claimed_row, &claimed_size};
         const int64_t values[] = {0, -1, 9, INT32_MAX, INT64_MAX, INT64_MIN, INT64_MAX / 2};
         *fields[below(3)] = below(2) ? values[below(7)] : 1 + below(300);
     }
     for (int64_t level = 0; mm_level(level); level++) {
         Bytes out(static_cast<size_t>(height * row));
-        if (mm_unfilter(data.data(), static_cast<int64_t>(data.size()), said_height, said_row, said_size, out.data(),
-                        static_cast<int64_t>(out.size()), level)) {
+        if (mm_unfilter(data.data(), static_cast<int64_t>(data.size()), claimed_height, claimed_row, claimed_size,
+                        out.data(), static_cast<int64_t>(out.size()), level)) {
             refused++;
             return;
         }
@@ -155,7 +155,7 @@ int main(int count, char** arguments) {
         return more;
     }
     const int64_t rounds = count > 1 ? std::strtoll(arguments[1], nullptr, 10) : 1000;
-    if (!mm_cut(nullptr)) differences++;
+    if (!mm_resize_and_patchify(nullptr)) differences++;
     for (int64_t round = 0; round < rounds; round++) {
         geometry(round % 2);
         filters(round % 2);
