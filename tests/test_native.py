@@ -153,7 +153,8 @@ def test_torch_for_a_cpu_without_avx2_gives_the_same(native: Kernels) -> None:
             pixels = random.integers(0, 256, (height, width, 3), numpy.uint8)
             out = numpy.empty((size.height, size.width, 3), numpy.uint8)
             kernels.resize_and_patchify(
-                pixels, content=size, canvas=size, offset=(0, 0), fill=0, patch=1, merge=1, arithmetic=1, out=out
+                pixels, content=size, canvas=size, offset=(0, 0), fill=0, patch=1, merge=1, arithmetic=1,
+                out=out,
             )
             assert (resize_bicubic_torch(pixels, size) == out).all(), (pixels.shape, size)
     """

@@ -27,7 +27,7 @@ from ..families.family import Family
 from ..families.registry import FAMILIES, load_family
 from ..planner import MediaPlanner
 from ..runtime import identity
-from .files import FAULTS, Encoded, Input, check_target, encode_all, expand, replacing, write
+from .files import EXPECTED_ERRORS, Encoded, Input, atomic_write, check_output, encode_all, find_images, write
 
 _WAITING = ("line", "queue", "wait")  # stages in which nothing is done for the image itself
 
@@ -35,7 +35,7 @@ try:
     import typer
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from . import cache as caches
+    from . import cache as cache_commands
 
     # What the commands' annotations, strings until Typer reads them, refer to.
     from .options import (
@@ -50,13 +50,13 @@ try:
         JsonOption,
         ModelOption,
         OutOption,
-        PictureOption,
         PlannedArgument,
+        PreviewOption,
         ReplicasOption,
         chosen_device,
         chosen_dtype,
     )
-    from .terminal import complain, ending, open_console, printable, shape_of, table_of
+    from .terminal import exit_with_code, open_console, printable, report_error, shape_of, table_of
 except ImportError as error:
     _MISSING = str(error)
 else:
@@ -83,13 +83,13 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    of_cache = typer.Typer(help="Look after a cache's directory.", no_args_is_help=True)
-    alone: list[Callable[..., int]] = [encode, plan, families, doctor, demo, caches.key]
-    for command in alone:
-        app.command()(ending(command))
-    for command in (caches.stats, caches.verify, caches.clear):
-        of_cache.command()(ending(command))
-    app.add_typer(of_cache, name="cache")
+    cache_app = typer.Typer(help="Look after a cache's directory.", no_args_is_help=True)
+    commands: list[Callable[..., int]] = [encode, plan, families, doctor, demo, cache_commands.key]
+    for command in commands:
+        app.command()(exit_with_code(command))
+    for command in (cache_commands.stats, cache_commands.verify, cache_commands.clear):
+        cache_app.command()(exit_with_code(command))
+    app.add_typer(cache_app, name="cache")
     return app
 
 
@@ -97,7 +97,7 @@ def encode(
     checkpoint: CheckpointArgument,
     images: ImagesArgument,
     out: OutOption,
-    picture: PictureOption = None,
+    preview: PreviewOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     replicas: ReplicasOption = 1,
@@ -107,26 +107,26 @@ def encode(
     cache_bytes: CacheBytesOption = None,
 ) -> int:
     """Encode images into one file: for each a tensor of embedding rows, under its path as the key."""
-    kept = caches.configured(cache, cache_bytes)
-    inputs = expand(images)
-    _, rules = load_family(checkpoint, family)  # a bad checkpoint is said before a folder is made
-    check_target("--out", out, ".safetensors", inputs)
-    if picture is not None:
-        check_target("--picture", picture, ".png", inputs)
+    cache_config = cache_commands.configured(cache, cache_bytes)
+    inputs = find_images(images)
+    _, loaded_family = load_family(checkpoint, family)  # a bad checkpoint is said before a folder is made
+    check_output("--out", out, ".safetensors", inputs)
+    if preview is not None:
+        check_output("--preview", preview, ".png", inputs)
     with Encoder(
         checkpoint,
         model,
         chosen_device(device),
         family,
         dtype=chosen_dtype(dtype),
-        cache=kept,
+        cache=cache_config,
         replicas_per_gpu=replicas,
     ) as encoder:
         encoded = _encode_and_write(encoder, inputs, out)
-    if kept is not None:
-        caches.complain_of_losses(encoder.cache_stats(), kept)
-    if picture is not None and encoded:
-        _draw(encoded, rules, picture, encoder.model)
+    if cache_config is not None:
+        cache_commands.complain_of_losses(encoder.cache_stats(), cache_config)
+    if preview is not None and encoded:
+        _draw(encoded, loaded_family, preview, encoder.model)
     return int(len(encoded) < len(inputs))
 
 
@@ -139,13 +139,13 @@ def plan(checkpoint: CheckpointArgument, images: PlannedArgument, family: Family
         if size and not os.path.exists(name):
             items.append((name, (int(size[1]), int(size[2]))))
         else:
-            items += [(str(item.path), item.path) for item in expand([name])]
+            items += [(str(item.path), item.path) for item in find_images([name])]
     table = table_of("image", "size", "grid t·h·w", "rows")
     for name, item in items:
         try:
             planned = planner.plan(item)
-        except FAULTS as error:
-            complain(name, error)
+        except EXPECTED_ERRORS as error:
+            report_error(name, error)
         else:
             table.add_row(printable(name), *shape_of(planned), str(planned.length))
     if table.row_count:
@@ -197,9 +197,9 @@ def demo(folder: FolderOption = None, device: DeviceOption = None) -> int:
     with Encoder(checkpoint, "glm53-demo-random-weights", chosen_device(device)) as encoder:
         encoded = _encode_and_write(encoder, inputs, folder / "embeddings.safetensors")
     note = "The weights are random: the colours show a picture's structure, not its meaning."
-    _, rules = load_family(checkpoint)
+    _, loaded_family = load_family(checkpoint)
     if encoded:
-        _draw(encoded, rules, folder / "picture.png", "GLM-5.3 with random weights", note)
+        _draw(encoded, loaded_family, folder / "preview.png", "GLM-5.3 with random weights", note)
     print(note)
     return int(len(encoded) < len(inputs))
 
@@ -248,7 +248,7 @@ def _encode(encoder: Encoder, inputs: Sequence[Input]) -> list[Encoded]:
         task = progress.add_task("", total=len(inputs), rate="")
         for number, (index, outcome) in enumerate(encode_all(encoder, inputs), start=1):
             if isinstance(outcome, BaseException):
-                complain(str(inputs[index].path), outcome)
+                report_error(str(inputs[index].path), outcome)
             else:
                 done[index] = Encoded(inputs[index], outcome)
             rate = number / (time.perf_counter() - begun)
@@ -260,6 +260,6 @@ def _draw(encoded: Sequence[Encoded], family: Family, path: Path, title: str, no
     """Draw images beside their rows' colours into a PNG file, and say so."""
     items = [(printable(item.key), item.path, result) for item, result in encoded]
     sheet = viz.draw(items, family, printable(title), note)
-    with replacing(path) as new:
+    with atomic_write(path) as new:
         sheet.save(new, format="PNG")
-    print(f"picture: {printable(str(path))}")
+    print(f"preview: {printable(str(path))}")

@@ -21,7 +21,7 @@ from ..encoder import Encoder
 from ..errors import MMEncoderError
 from ..runtime import identity
 
-FAULTS = (MMEncoderError, ValueError, OSError, MemoryError, SafetensorError)
+EXPECTED_ERRORS = (MMEncoderError, ValueError, OSError, MemoryError, SafetensorError)
 """What is at fault outside this program: an image, an argument, a file."""
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"}
@@ -41,7 +41,7 @@ class Encoded(NamedTuple):
     result: ImageResult
 
 
-def expand(names: Sequence[str]) -> list[Input]:
+def find_images(names: Sequence[str]) -> list[Input]:
     """The files that `names` stand for: a file as it is; of a folder its images, sorted, at any depth.
 
     Hidden files of a folder are left out, and links to folders inside it are not followed. A key is the path
@@ -103,7 +103,7 @@ def encode_all(
     for index, item in enumerate(inputs):
         try:
             pending[encoder.submit(item.path)] = index  # waits while the queue is full
-        except FAULTS as error:
+        except EXPECTED_ERRORS as error:
             yield index, error
         for future in [future for future in pending if future.done()]:
             yield take(future)
@@ -134,11 +134,11 @@ def write(path: Path, encoder: Encoder, encoded: Sequence[Encoded]) -> None:
         "mm_encoder_version": identity()["mm-encoder"],
         "images": json.dumps(records),
     }
-    with replacing(path) as new:
-        save_file(_apart(encoded), new, about)
+    with atomic_write(path) as new:
+        save_file(_unshared(encoded), new, about)
 
 
-def _apart(encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
+def _unshared(encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
     """Rows by key, each in a storage of its own, as the format asks: a cache gives equal pictures one."""
     rows: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -150,7 +150,7 @@ def _apart(encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A new file beside `path`, which takes its place if the block ends well and goes otherwise."""
     new = path.with_name(f".mm-encoder-{secrets.token_hex(8)}.tmp")
     new.touch()
@@ -163,7 +163,7 @@ def replacing(path: Path) -> Iterator[Path]:
         new.unlink(missing_ok=True)
 
 
-def check_target(option: str, path: Path, suffix: str, inputs: Sequence[Input]) -> None:
+def check_output(option: str, path: Path, suffix: str, inputs: Sequence[Input]) -> None:
     """Make the folder of a file to be written, and refuse what could not or should not be written there
     before anything is computed. Raises ValueError and OSError.
     """

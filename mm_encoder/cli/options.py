@@ -51,8 +51,8 @@ PlannedArgument = Annotated[
 ImageArgument = Annotated[Path, typer.Argument(help="An image file.", show_default=False)]
 DirectoryArgument = Annotated[Path, typer.Argument(help="A cache's directory.", show_default=False)]
 OutOption = Annotated[Path, typer.Option("--out", help="The .safetensors file to write.", show_default=False)]
-PictureOption = Annotated[
-    Path | None, typer.Option("--picture", help="A .png file to draw the embeddings into.")
+PreviewOption = Annotated[
+    Path | None, typer.Option("--preview", help="A .png file to draw the embeddings into.")
 ]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu or cuda:N; by default cuda:0 where there is one.")

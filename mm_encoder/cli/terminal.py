@@ -12,10 +12,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .files import FAULTS
+from .files import EXPECTED_ERRORS
 
 
-def ending(command: Callable[..., int]) -> Callable[..., None]:
+def exit_with_code(command: Callable[..., int]) -> Callable[..., None]:
     """`command`, ending in its exit code; what is at fault is said in one line."""
 
     @functools.wraps(command)
@@ -24,8 +24,8 @@ def ending(command: Callable[..., int]) -> Callable[..., None]:
             code = command(*args, **kwargs)
         except BrokenPipeError:
             raise  # whoever read the output has left; Typer ends quietly
-        except FAULTS as error:
-            complain("mm-encoder", error)
+        except EXPECTED_ERRORS as error:
+            report_error("mm-encoder", error)
             code = 2
         except KeyboardInterrupt:
             print("mm-encoder: interrupted; files are written whole or not at all", file=sys.stderr)
@@ -35,7 +35,7 @@ def ending(command: Callable[..., int]) -> Callable[..., None]:
     return run
 
 
-def complain(name: str, what: object) -> None:
+def report_error(name: str, what: object) -> None:
     """Say on stderr what is wrong with `name`."""
     print(f"{printable(name)}: {printable(str(what))}", file=sys.stderr)
 
