@@ -19,17 +19,17 @@ from .media.source import open_source
 
 Colours = np.ndarray[Any, np.dtype[np.uint8]]
 
-LIMIT = 24
+MAX_IMAGES = 24
 """Photographs that `draw` puts on one picture."""
 
 _LEGEND = "Red, green and blue: the first three principal components of each picture's rows."
-_FITTED = 512  # rows that components are fitted to: more would hardly change a colour, and take seconds
+_FIT_ROWS = 512  # rows that components are fitted to: more would hardly change a colour, and take seconds
 _GREY = 128  # where a component says nothing
 
 # Layout of the sheet, in pixels.
-_WIDTH, _TALLEST = 1440, 320
+_WIDTH, _MAX_HEIGHT = 1440, 320
 _MARGIN, _GUTTER, _GAP, _HEAD, _CAPTION = 40, 36, 4, 64, 58
-_SHAPES = (0.55, 3.0)  # width / height of what a photograph is fitted into
+_ASPECTS = (0.55, 3.0)  # width / height of what a photograph is fitted into
 _PAPER, _INK, _FAINT = (250, 250, 248), (32, 33, 36), (110, 112, 118)
 
 
@@ -52,7 +52,7 @@ def draw(
     """A sheet of the first 24 of (name, file, its result). Raises MediaError if a file is gone by now."""
     panels = []
     limits = MediaLimits()
-    for name, path, (rows, metadata) in items[:LIMIT]:
+    for name, path, (rows, metadata) in items[:MAX_IMAGES]:
         photo = Image.fromarray(composite_over_white(open_source(path, limits).decode(limits).pixels))
         photo.thumbnail((1024, 1024))  # as decoded, two dozen could take gigabytes
         plan = family.plan(ImageSize(*metadata.original_size))
@@ -60,7 +60,7 @@ def draw(
         size = f"{metadata.original_size[0]}x{metadata.original_size[1]} pixels"
         tokens = f"{colours.shape[1]}x{colours.shape[0]} tokens"
         panels.append(Panel(photo, colours, plan, name, f"{size} · {tokens} · {len(rows)} rows"))
-    count = f"The first {LIMIT} of {len(items)} images." if len(items) > LIMIT else ""
+    count = f"The first {MAX_IMAGES} of {len(items)} images." if len(items) > MAX_IMAGES else ""
     return contact_sheet(panels, title, " ".join(filter(None, [_LEGEND, note, count])))
 
 
@@ -78,8 +78,8 @@ def principal_colours(rows: torch.Tensor, token_map: np.ndarray) -> Colours:
     x = x - x.mean(axis=0)
 
     sample = x
-    if len(x) > _FITTED:  # at random, but always the same: every n-th row would be a few columns' only
-        sample = x[np.random.default_rng(0).choice(len(x), _FITTED, replace=False)]
+    if len(x) > _FIT_ROWS:  # at random, but always the same: every n-th row would be a few columns' only
+        sample = x[np.random.default_rng(0).choice(len(x), _FIT_ROWS, replace=False)]
     # The eigenvectors of the small Gram matrix lead to those of the wide covariance.
     _, vectors = np.linalg.eigh(sample @ sample.T)
     directions = sample.T @ vectors[:, ::-1][:, :3]
@@ -108,16 +108,16 @@ def contact_sheet(panels: Sequence[Panel], title: str, note: str = "") -> Image.
     heights = [_line_height(line) for line in lines]
     height = 2 * _MARGIN + _HEAD + sum(heights) + (len(lines) - 1) * _CAPTION + _MARGIN
     sheet = Image.new("RGB", (_WIDTH, height), _PAPER)
-    _text(sheet, (_MARGIN, _MARGIN - 10), title, 24, _INK, _WIDTH - 2 * _MARGIN)
-    _text(sheet, (_MARGIN, _MARGIN + 22), note, 15, _FAINT, _WIDTH - 2 * _MARGIN)
+    _draw_text(sheet, (_MARGIN, _MARGIN - 10), title, 24, _INK, _WIDTH - 2 * _MARGIN)
+    _draw_text(sheet, (_MARGIN, _MARGIN + 22), note, 15, _FAINT, _WIDTH - 2 * _MARGIN)
     top = _MARGIN + _HEAD
-    for line, tall in zip(lines, heights, strict=True):
+    for line, line_height in zip(lines, heights, strict=True):
         left = _MARGIN
         for panel in line:
-            box = round(_shape(panel) * tall), tall
+            box = round(_aspect(panel) * line_height), line_height
             _draw_panel(sheet, panel, (left, top), box)
             left += 2 * box[0] + _GAP + _GUTTER
-        top += tall + _CAPTION
+        top += line_height + _CAPTION
     return sheet
 
 
@@ -131,32 +131,32 @@ def content_box(panel: Panel) -> tuple[float, float, float, float]:
     return left * across, top * down, right * across, bottom * down
 
 
-def _shape(panel: Panel) -> float:
+def _aspect(panel: Panel) -> float:
     width, height = panel.photo.size
-    return min(max(width / height, _SHAPES[0]), _SHAPES[1])
+    return min(max(width / height, _ASPECTS[0]), _ASPECTS[1])
 
 
 def _line_height(line: Sequence[Panel]) -> int:
-    room = _WIDTH - 2 * _MARGIN - (len(line) - 1) * _GUTTER - len(line) * _GAP
-    return min(_TALLEST, int(room / sum(2 * _shape(panel) for panel in line)))
+    available = _WIDTH - 2 * _MARGIN - (len(line) - 1) * _GUTTER - len(line) * _GAP
+    return min(_MAX_HEIGHT, int(available / sum(2 * _aspect(panel) for panel in line)))
 
 
-def _draw_panel(sheet: Image.Image, panel: Panel, place: tuple[int, int], box: tuple[int, int]) -> None:
-    (left, top), (width, height) = place, panel.photo.size
+def _draw_panel(sheet: Image.Image, panel: Panel, position: tuple[int, int], box: tuple[int, int]) -> None:
+    (left, top), (width, height) = position, panel.photo.size
     scale = min(box[0] / width, box[1] / height)
     size = max(1, round(width * scale)), max(1, round(height * scale))
     colours = Image.fromarray(panel.colours)
-    sheet.paste(panel.photo.resize(size, Image.Resampling.LANCZOS), place)
+    sheet.paste(panel.photo.resize(size, Image.Resampling.LANCZOS), position)
     sheet.paste(
         colours.resize(size, Image.Resampling.NEAREST, box=content_box(panel)), (left + size[0] + _GAP, top)
     )
-    _text(sheet, (left, top + size[1] + 6), panel.name, 15, _INK, 2 * box[0])
-    _text(sheet, (left, top + size[1] + 25), panel.details, 13, _FAINT, 2 * box[0])
+    _draw_text(sheet, (left, top + size[1] + 6), panel.name, 15, _INK, 2 * box[0])
+    _draw_text(sheet, (left, top + size[1] + 25), panel.details, 13, _FAINT, 2 * box[0])
 
 
-def _text(
+def _draw_text(
     sheet: Image.Image,
-    place: tuple[int, int],
+    position: tuple[int, int],
     text: str,
     size: int,
     colour: tuple[int, int, int],
@@ -164,8 +164,8 @@ def _text(
 ) -> None:
     """One line of text in Pillow's own font, cut in the middle where it is wider than `width` pixels."""
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size)
-    shown, keep = text, len(text)
-    while keep > 1 and (length := pen.textlength(shown, font)) > width:
+    shortened, keep = text, len(text)
+    while keep > 1 and (length := pen.textlength(shortened, font)) > width:
         keep = min(keep - 1, int(keep * width / length))
-        shown = f"{text[: keep // 2]}…{text[len(text) - (keep + 1) // 2 :]}"
-    pen.text(place, shown, fill=colour, font=font)
+        shortened = f"{text[: keep // 2]}…{text[len(text) - (keep + 1) // 2 :]}"
+    pen.text(position, shortened, fill=colour, font=font)
