@@ -46,7 +46,7 @@ class Mismatch(NamedTuple):
     host: str
 
 
-def needs(manifest: Mapping[str, object]) -> dict[str, str]:
+def required_fields(manifest: Mapping[str, object]) -> dict[str, str]:
     """The fields of a manifest that a host must fit, by name; "?" for what it should say and does not."""
     fields = ["python", "python_abi", "machine", "libc", "torch"]
     if manifest.get("exact"):
@@ -60,7 +60,7 @@ def mismatches(manifest: Mapping[str, object], host: Mapping[str, str]) -> list[
         return [Mismatch("format", _text(manifest.get("format")), f"{FORMAT}, the only one known here")]
     wrong = [
         Mismatch(field, wanted, host.get(field, "unknown"))
-        for field, wanted in needs(manifest).items()
+        for field, wanted in required_fields(manifest).items()
         if not _fits(field, wanted, host.get(field, "unknown"))
     ]
     if not isinstance(manifest.get("native"), bool):
@@ -161,7 +161,7 @@ KINDS = ("exact", "range", "pure")
 """The kinds of wheel, the best first."""
 
 
-def look_into(path: Path) -> Wheel:
+def read_wheel(path: Path) -> Wheel:
     """Read a wheel. All of it is read, so that a damaged one is not installed; nothing in it is run."""
     try:
         with zipfile.ZipFile(path) as file:
@@ -180,7 +180,7 @@ def look_into(path: Path) -> Wheel:
     return Wheel(path, manifest)
 
 
-def objections(wheel: Wheel, host: Mapping[str, str], allow_pure: bool) -> list[str]:
+def reasons_against(wheel: Wheel, host: Mapping[str, str], allow_pure: bool) -> list[str]:
     """Why a wheel is not to be installed here; nothing where it fits."""
     if wheel.flaw:
         return [wheel.flaw]
@@ -200,7 +200,7 @@ def this_host(wheels: list[Wheel]) -> dict[str, str]:
     return host_runtime(import_torch=False)
 
 
-def listed(fields: Mapping[str, str]) -> str:
+def format_fields(fields: Mapping[str, str]) -> str:
     """Fields of a manifest on one line."""
     return ", ".join(f"{name} {value}" for name, value in fields.items())
 
@@ -230,9 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.wheelhouse.is_dir():
         parser.error(f"WHEELHOUSE must be a folder, got {options.wheelhouse}")
 
-    wheels = [look_into(path) for path in sorted(options.wheelhouse.glob("mm_encoder-*.whl"))]
+    wheels = [read_wheel(path) for path in sorted(options.wheelhouse.glob("mm_encoder-*.whl"))]
     host = this_host(wheels)
-    against = [objections(wheel, host, options.allow_pure) for wheel in wheels]
+    against = [reasons_against(wheel, host, options.allow_pure) for wheel in wheels]
     fitting = [wheel for wheel, why in zip(wheels, against, strict=True) if not why]
     best = [wheel for kind in KINDS for wheel in fitting if wheel.kind == kind]
     best = [wheel for wheel in best if wheel.kind == best[0].kind]
@@ -241,11 +241,11 @@ def main(arguments: list[str] | None = None) -> int:
         several = f"{len(best)} wheels fit equally well; leave one of them: "
         found = several + ", ".join(wheel.path.name for wheel in best) if best else "no wheel fits"
         print(f"install_wheel.py: {options.wheelhouse}: {found}", file=sys.stderr)
-        print(f"  this host: {listed(host)}", file=sys.stderr)
+        print(f"  this host: {format_fields(host)}", file=sys.stderr)
         for wheel, why in zip(wheels, against, strict=True):
             print(f"  {wheel.path.name}", file=sys.stderr)
             if not wheel.flaw:
-                print(f"    needs {listed(needs(wheel.manifest))}", file=sys.stderr)
+                print(f"    needs {format_fields(required_fields(wheel.manifest))}", file=sys.stderr)
             for reason in why:
                 print(f"    does not fit: {reason}", file=sys.stderr)
         if not wheels:

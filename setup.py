@@ -112,7 +112,7 @@ class BuildWheel(bdist_wheel):
                 "machine": platform.machine(),
                 "libc": needed_libc(policy),
                 "policy": policy or f"none: {tag} is for hosts like the one it was built on",
-                "compiler": said_by(*self._compiler()[:1], "--version").splitlines()[0],
+                "compiler": output_of(*self._compiler()[:1], "--version").splitlines()[0],
                 "instruction_sets": instruction_sets(library),
             }
             if EXACT:
@@ -141,7 +141,11 @@ class BuildWheel(bdist_wheel):
 
     def _digest(self) -> str:
         """Of what decides how the sources become the library."""
-        settings = [said_by(self._compiler()[0], "--version"), *self._compiler(), *kernels.extra_compile_args]
+        settings = [
+            output_of(self._compiler()[0], "--version"),
+            *self._compiler(),
+            *kernels.extra_compile_args,
+        ]
         settings += ["link", *kernels.extra_link_args]
         return "sha256:" + hashlib.sha256("\0".join(settings).encode()).hexdigest()
 
@@ -218,14 +222,14 @@ def exact_torch() -> dict[str, str]:
 def revision() -> str:
     """The commit that is checked out, with `-dirty` after it where files differ from it."""
     try:
-        return said_by("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip()
+        return output_of("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip()
     except (OSError, subprocess.CalledProcessError):
         raise SystemExit(
             "MM_ENCODER_EXACT=1 records the git revision: build in a git checkout, with git installed"
         ) from None
 
 
-def said_by(*command: str) -> str:
+def output_of(*command: str) -> str:
     """The output of a program."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -39,7 +39,7 @@ class Mismatch(NamedTuple):
     host: str
 
 
-def needs(manifest: Mapping[str, object]) -> dict[str, str]:
+def required_fields(manifest: Mapping[str, object]) -> dict[str, str]:
     """The fields of a manifest that a host must fit, by name; "?" for what it should say and does not."""
     fields = ["python", "python_abi", "machine", "libc", "torch"]
     if manifest.get("exact"):
@@ -53,7 +53,7 @@ def mismatches(manifest: Mapping[str, object], host: Mapping[str, str]) -> list[
         return [Mismatch("format", _text(manifest.get("format")), f"{FORMAT}, the only one known here")]
     wrong = [
         Mismatch(field, wanted, host.get(field, "unknown"))
-        for field, wanted in needs(manifest).items()
+        for field, wanted in required_fields(manifest).items()
         if not _fits(field, wanted, host.get(field, "unknown"))
     ]
     if not isinstance(manifest.get("native"), bool):

@@ -103,7 +103,7 @@ class Kernels:
         steps = (pixels.strides[0] * (height - 1), pixels.strides[1] * (width - 1))
         before = -sum(min(step, 0) for step in steps)
         size = before + sum(max(step, 0) for step in steps) + channels
-        where = _Pixels(
+        view = _Pixels(
             pixels.ctypes.data - before,
             size,
             before,
@@ -116,7 +116,7 @@ class Kernels:
         if any(abs(number) >> 63 for number in numbers):  # of which ctypes would take the lower bits
             raise ValueError(f"sizes must fit 64 bits, got {numbers}")
         request = _PatchifyRequest(
-            where,
+            view,
             *numbers,
             _writable(out),
             out.nbytes,
@@ -152,11 +152,11 @@ def _writable(out: Bytes) -> int:
     return int(out.ctypes.data)
 
 
-def _check(wrong: bytes | None) -> None:
-    if wrong == _OUT_OF_MEMORY:
+def _check(message: bytes | None) -> None:
+    if message == _OUT_OF_MEMORY:
         raise MemoryError("no memory to preprocess an image")
-    if wrong is not None:
-        raise ValueError(wrong.decode())
+    if message is not None:
+        raise ValueError(message.decode())
 
 
 def _load() -> Kernels | None:

@@ -274,7 +274,7 @@ def built(tree: Path, **variables: str) -> tuple[Path, dict[str, Any], str]:
             if row[1]:
                 digest = base64.urlsafe_b64encode(hashlib.sha256(file.read(row[0])).digest())
                 assert row[1] == "sha256=" + digest.decode().rstrip("=")
-        assert json.loads(file.read("mm_encoder/_runtime.json")) == install_wheel.look_into(path).manifest
+        assert json.loads(file.read("mm_encoder/_runtime.json")) == install_wheel.read_wheel(path).manifest
         return path, json.loads(file.read("mm_encoder/_runtime.json")), run.stderr
 
 
