@@ -1,6 +1,6 @@
 """DeepSeek-V4.1-Flash (`deepseek_v41`): the vision tower, aligner and image span.
 
-The reference is the checkpoint's own inference code; formulas below are its.
+The reference is the checkpoint's inference code; the formulas below follow it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .weights import Checkpoint
 
 _CHANNELS = 3
 _TEXT = "deepseek_v41_text"
-_NORM_EPS = 1e-6  # the code's constant; text_config.rms_norm_eps is the language model's
-_FILL = 127  # around a picture that keeps its shape
+_NORM_EPS = 1e-6  # a constant of the reference; text_config.rms_norm_eps belongs to the language model
+_FILL = 127  # of the padding around an image that keeps its aspect ratio
 # The module's names on the left, the checkpoint's on the right.
 _NAMES = (
     ("trunk.embed", "vision.patch_embed.proj"),
@@ -53,7 +53,7 @@ class VisionConfig:
     rope_theta: float = 1e4
     downsample_ratio: int = 3
     max_image_tokens: int = 1024
-    """Rows of a whole span, its start, newlines and end included."""
+    """Rows of a whole image span, including its start, newline and end rows."""
     min_pixels: int = 295936
     max_wh_ratio: float = math.inf
 
@@ -75,12 +75,12 @@ class VisionConfig:
 
 
 def token_grid(grid_h: int, grid_w: int, ratio: int) -> tuple[int, int]:
-    """Token rows and columns of a patch grid: ragged cells at the right and bottom count."""
+    """Return token rows and columns of a patch grid; partial windows at the right and bottom count."""
     return -(-grid_h // ratio), -(-grid_w // ratio)
 
 
 def plan_image(size: ImageSize, config: VisionConfig) -> Plan:
-    """Canvas, content and span of one image; float64 throughout, as in the reference."""
+    """Plan canvas, content and span of one image, in float64 as in the reference."""
     patch, ratio, limit = config.patch_size, config.downsample_ratio, config.max_image_tokens
     width: float = size.width
     height = size.height
@@ -113,14 +113,14 @@ def plan_image(size: ImageSize, config: VisionConfig) -> Plan:
         raise MediaTooLargeError(f"{thin}: it would have no patch left")
     content_w, content_h = canvas_w, canvas_h
     left = top = 0
-    if size.width < config.max_wh_ratio * size.height:  # else stretched over the whole canvas
+    if size.width < config.max_wh_ratio * size.height:  # else stretched to the whole canvas
         if size.width / size.height > canvas_w / canvas_h:
             content_h = round(size.height / size.width * canvas_w)
             top = round((canvas_h - content_h) * 0.5)
         elif size.width / size.height < canvas_w / canvas_h:
             content_w = round(size.width / size.height * canvas_h)
             left = round((canvas_w - content_w) * 0.5)
-    if min(content_w, content_h) < 1:  # where the reference fails to resize
+    if min(content_w, content_h) < 1:  # the reference fails to resize these
         raise MediaTooLargeError(f"{thin}: it would have no pixels left")
     content, canvas = ImageSize(content_w, content_h), ImageSize(canvas_w, canvas_h)
     return Plan.on_canvas(size, content, canvas, patch=patch, rows=rows_of, offset=(left, top))
@@ -151,7 +151,7 @@ class DeepSeek41(Family):
         self.vision = VisionConfig.read(checkpoint.config)
         text = section(checkpoint.config, "text_config")
         self.out = read_settings(TextConfig, text, "text_config").hidden_size
-        # (x/255 - 0.5) / 0.5 in float32, then bfloat16 always, as the reference has it.
+        # (x/255 - 0.5) / 0.5 in float32, then always rounded to bfloat16, as in the reference.
         x = torch.arange(256, dtype=torch.float32, device="cpu") / 255
         self.table = ((x - 0.5) / 0.5).to(torch.bfloat16).float().expand(_CHANNELS, 256).contiguous()
 
@@ -185,7 +185,7 @@ class DeepSeek41(Family):
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """What is needed of `text_config`."""
+    """The part of `text_config` that is used."""
 
     hidden_size: int = 5120
 
@@ -203,7 +203,7 @@ class DeepSeekTower(nn.Module):
             mlp = PackedSwiGLU(width, config.intermediate_size)
             return Block(RMSNorm(width, _NORM_EPS), attention, RMSNorm(width, _NORM_EPS), mlp)
 
-        # Some ports keep the patch embedding as a convolution's kernel, in the same order.
+        # Some ports store the patch embedding as a convolution kernel, in the same order.
         inputs = (_CHANNELS, patch, patch) if kernel_axes else (_CHANNELS * patch**2,)
         self.trunk = Trunk(
             table,
@@ -216,9 +216,9 @@ class DeepSeekTower(nn.Module):
         self.image_start, self.image_newline, self.image_end = (layers.parameter(out) for _ in range(3))
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [sum(h·w), 3·patch²] and a grid (1, h, w) an image -> the images' spans [rows, out]."""
+        """uint8 [sum(h·w), 3·patch²] and one grid (1, h, w) per image -> the images' spans [rows, out]."""
         parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
-        # Each cell as one row, flattened as (channel, y, x).
+        # One row per window, flattened as (channel, y, x).
         windows = [
             layers.windows(p, g, self.ratio).permute(0, 3, 1, 2).flatten(1)
             for p, g in zip(parts, grids, strict=True)
@@ -227,7 +227,7 @@ class DeepSeekTower(nn.Module):
         return torch.cat([self._span(part, grid) for part, grid in zip(rows, grids, strict=True)])
 
     def _span(self, rows: Tensor, grid: Grid) -> Tensor:
-        """start, every token row with a newline behind it, end."""
+        """Return start, each token row followed by a newline, and end."""
         down, across = token_grid(*grid[1:], self.ratio)
         newlines = self.image_newline.expand(down, 1, -1)
         body = torch.cat((rows.view(down, across, -1), newlines), dim=1).flatten(0, 1)

@@ -1,6 +1,6 @@
 """Kimi-K3 (`kimi_k3`): MoonViT vision tower, patch merger and projector.
 
-The reference is the checkpoint's own remote code; formulas below are its.
+The reference is the checkpoint's remote code; the formulas below follow it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .weights import Checkpoint
 
 _CHANNELS, _MERGE = 3, 2
 _ROPE_THETA = 1e4
-_LONGEST = 512  # patches on a side, for which the reference has rotations
-# nn.RMSNorm without an eps takes float32's, for bfloat16 too, since torch 2.7. Ports made on older
-# versions hard-code bfloat16's 2^-7; which one the model was served with first is not known.
+_LONGEST = 512  # patches on a side: the size of the reference's RoPE tables
+# Since torch 2.7, nn.RMSNorm without an eps uses float32's, for bfloat16 too. Ports made on older versions
+# hard-code bfloat16's 2^-7; it is not known which one the model was first served with.
 _RMS_EPS = torch.finfo(torch.float32).eps
 _LAYER_NORM_EPS = 1e-5
-# The module's names on the left, the checkpoint's on the right, which GGUF-like ports have otherwise.
+# The module's names on the left, the checkpoint's on the right; GGUF-like ports name some otherwise.
 _NAMES = (
     ("norm1.", "norm0."),
     ("norm2.", "norm1."),
@@ -133,7 +133,7 @@ class ProcessorConfig:
 
 
 def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
-    """Content and canvas of one image: never enlarged, padded at the right and bottom; float64."""
+    """Plan content and canvas of one image, in float64: never enlarged, padded at the right and bottom."""
     patch, limit = processor.patch_size, processor.in_patch_limit
     longest = processor.patch_limit_on_one_side * patch
     width, height = size
@@ -146,7 +146,7 @@ def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
     content_w, content_h = (min(max(1, int(side * scale)), longest) for side in size)
     block = patch * _MERGE
     canvas = ImageSize(-(-content_w // block) * block, -(-content_h // block) * block)
-    if max(canvas) > longest:  # an odd limit, which the reference asserts against
+    if max(canvas) > longest:  # only with an odd limit; the reference asserts that it does not happen
         raise MediaTooLargeError(f"an image of {width}x{height} is padded beyond {longest} pixels")
     content = ImageSize(content_w, content_h)
     return Plan.on_canvas(size, content, canvas, patch=patch, rows=lambda h, w: h * w // _MERGE**2)
@@ -166,8 +166,8 @@ class KimiK3(Family):
     def why_lookalike(cls, config: Mapping[str, Any]) -> str | None:
         vision = config.get("vision_config")
         kind = vision.get("mm_projector_type") if isinstance(vision, dict) else None
-        if cls.has_name(config) and kind != "patchmergerv2":  # by which K2.5 is told apart
-            return f"mm_projector_type {kind!r} is an older model's"
+        if cls.has_name(config) and kind != "patchmergerv2":  # K2.5 has another one
+            return f"mm_projector_type {kind!r} belongs to an older model"
         return super().why_lookalike(config)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -175,7 +175,7 @@ class KimiK3(Family):
         self.vision = VisionConfig.read(checkpoint.config)
         self.processor, self.background = ProcessorConfig.read(checkpoint)
         check_agreement(patch_size=(self.processor.patch_size, self.vision.patch_size))
-        # x/255, - mean and * 1/std, each in float64 and rounded to float32, as NumPy does in place.
+        # x/255, - mean and * 1/std, each computed in float64 and rounded to float32, as NumPy does in place.
         x = (np.arange(256) / 255.0).astype(np.float32)
         mean, std = (np.array(v)[:, None] for v in (self.processor.image_mean, self.processor.image_std))
         self.table = torch.from_numpy(((x - mean).astype(np.float32) * (1.0 / std)).astype(np.float32))
@@ -240,7 +240,7 @@ class KimiTower(nn.Module):
         self.post_norm = RMSNorm(config.text_hidden_size, config.projector_ln_eps)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [sum(h·w), 3·patch²] and a grid (1, h, w) an image -> rows [sum(h·w) / 4, out]."""
+        """uint8 [sum(h·w), 3·patch²] and one grid (1, h, w) per image -> rows [sum(h·w) / 4, out]."""
         if any(h % _MERGE or w % _MERGE for _, h, w in grids):
             raise ValueError(f"the sides of grids {list(grids)} must be multiples of {_MERGE}")
         parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
