@@ -1,8 +1,8 @@
-"""The command `mm-encoder`: image files to a safetensors file of embedding rows, and what surrounds it.
+"""The command `mm-encoder`: encodes image files to a safetensors file of embedding rows, and related tools.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 all good; 1 images were at fault, the
-rest, if any, is done; 2 an argument, the checkpoint or a file to be written was. Needs the extra `cli`;
-without it `main` says so.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 success; 1 images failed, and the others
+are done; 2 an argument, the checkpoint or an output file is invalid. Without the extra `cli`, `main` prints
+how to install it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ try:
 
     from . import cache as cache_commands
 
-    # What the commands' annotations, strings until Typer reads them, refer to.
+    # Typer evaluates the commands' annotations, which are strings, with these names.
     from .options import (
         CacheBytesOption,
         CacheOption,
@@ -64,26 +64,26 @@ else:
 
 
 def main() -> None:
-    """Run the command line; ends by SystemExit with the exit code."""
+    """Run the command line. Raises SystemExit with the exit code."""
     if _MISSING:
         need = 'the command line needs an extra: pip install "mm-encoder[cli]"'
         print(f"mm-encoder: {need} ({_MISSING})", file=sys.stderr)
         sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to fail
+            stream.reconfigure(errors="backslashreplace")  # must not fail on a terminal without UTF-8
     build_app()(prog_name="mm-encoder")
 
 
 def build_app() -> typer.Typer:
-    """The command line as a Typer app."""
+    """Build the command line as a Typer app."""
     app = typer.Typer(
-        help="Image files to the embedding rows of a multimodal LLM's vision tower.",
+        help="Encode image files to the embedding rows of a multimodal LLM's vision tower.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    cache_app = typer.Typer(help="Look after a cache's directory.", no_args_is_help=True)
+    cache_app = typer.Typer(help="Inspect, verify or clear a cache directory.", no_args_is_help=True)
     commands: list[Callable[..., int]] = [encode, plan, families, doctor, demo, cache_commands.key]
     for command in commands:
         app.command()(exit_with_code(command))
@@ -106,10 +106,10 @@ def encode(
     cache: CacheOption = None,
     cache_bytes: CacheBytesOption = None,
 ) -> int:
-    """Encode images into one file: for each a tensor of embedding rows, under its path as the key."""
+    """Encode images to one safetensors file, one tensor of embedding rows per image, keyed by its path."""
     cache_config = cache_commands.configured(cache, cache_bytes)
     inputs = find_images(images)
-    _, loaded_family = load_family(checkpoint, family)  # a bad checkpoint is said before a folder is made
+    _, loaded_family = load_family(checkpoint, family)  # fails before a folder is created
     check_output("--out", out, ".safetensors", inputs)
     if preview is not None:
         check_output("--preview", preview, ".png", inputs)
@@ -131,7 +131,7 @@ def encode(
 
 
 def plan(checkpoint: CheckpointArgument, images: PlannedArgument, family: FamilyOption = None) -> int:
-    """Say how many rows images make, from their headers alone; no weights are read."""
+    """Print how many rows each image gives, from its header; no weights are read."""
     planner = MediaPlanner(checkpoint, family=family)
     items: list[tuple[str, Path | tuple[int, int]]] = []
     for name in images:
@@ -154,7 +154,7 @@ def plan(checkpoint: CheckpointArgument, images: PlannedArgument, family: Family
 
 
 def families() -> int:
-    """List the model families and the released checkpoints that each fits."""
+    """List the model families and the released checkpoints that they support."""
     table = table_of("family", "checkpoints", numbers=False)
     for family in FAMILIES:
         table.add_row(family.name, "\n".join(family.checkpoints))
@@ -163,7 +163,7 @@ def families() -> int:
 
 
 def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
-    """Say what this runs on: versions, devices, and the stream priority that a replica gets."""
+    """Print versions, devices and the CUDA stream priority that a replica gets."""
     target = parse_device(chosen_device(device))
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     priority = open_lane(target, 1).priority if target.type == "cuda" else None
@@ -190,13 +190,13 @@ def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
 
 
 def demo(folder: FolderOption = None, device: DeviceOption = None) -> int:
-    """Encode real photographs with a small model of random weights, and draw the result."""
+    """Encode photographs with a small model that has random weights, and draw a preview."""
     folder = folder or demonstration.default_folder()
     checkpoint, photos = demonstration.prepare(folder)
     inputs = [Input(path.name, path) for path in photos]
     with Encoder(checkpoint, "glm53-demo-random-weights", chosen_device(device)) as encoder:
         encoded = _encode_and_write(encoder, inputs, folder / "embeddings.safetensors")
-    note = "The weights are random: the colours show a picture's structure, not its meaning."
+    note = "The weights are random: the colours show an image's structure, not its meaning."
     _, loaded_family = load_family(checkpoint)
     if encoded:
         _draw(encoded, loaded_family, folder / "preview.png", "GLM-5.3 with random weights", note)
@@ -205,12 +205,12 @@ def demo(folder: FolderOption = None, device: DeviceOption = None) -> int:
 
 
 def _encode_and_write(encoder: Encoder, inputs: Sequence[Input], out: Path) -> list[Encoded]:
-    """Encode, write `out` unless every image was at fault, and say what was done."""
+    """Encode, write `out` unless every image failed, and print a summary."""
     begun = time.perf_counter()
     encoded = _encode(encoder, inputs)
     seconds = time.perf_counter() - begun
     if not encoded:
-        print(f"mm-encoder: no image could be encoded, {printable(str(out))} not written", file=sys.stderr)
+        print(f"mm-encoder: no image could be encoded; {printable(str(out))} not written", file=sys.stderr)
         return []
     write(out, encoder, encoded)
     table = table_of("image", "size", "grid t·h·w", "rows", "ms")
@@ -229,7 +229,7 @@ def _encode_and_write(encoder: Encoder, inputs: Sequence[Input], out: Path) -> l
 
 
 def _origins(encoded: Sequence[Encoded]) -> str:
-    """Where results came from, as the end of a line; nothing if no cache was in use."""
+    """Format how many results came from each cache tier; empty without a cache."""
     count = Counter(result.metadata.cache for _, result in encoded)
     if count[None]:
         return ""
@@ -237,7 +237,7 @@ def _origins(encoded: Sequence[Encoded]) -> str:
 
 
 def _encode(encoder: Encoder, inputs: Sequence[Input]) -> list[Encoded]:
-    """What could be encoded, in order; faults are reported as they come. Shows progress on a terminal."""
+    """Encode with a progress bar. Returns the successful images in order; reports errors as they occur."""
     done: dict[int, Encoded] = {}
     console = open_console(stderr=True)
     columns = TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
@@ -257,7 +257,7 @@ def _encode(encoder: Encoder, inputs: Sequence[Input]) -> list[Encoded]:
 
 
 def _draw(encoded: Sequence[Encoded], family: Family, path: Path, title: str, note: str = "") -> None:
-    """Draw images beside their rows' colours into a PNG file, and say so."""
+    """Draw each image beside the colours of its rows to a PNG file, and print its path."""
     items = [(printable(item.key), item.path, result) for item, result in encoded]
     sheet = viz.draw(items, family, printable(title), note)
     with atomic_write(path) as new:
