@@ -1,4 +1,4 @@
-// The kernels for x86-64 CPUs with AVX-512 as of Ice Lake and Zen 4.
+// The kernels for x86-64 CPUs with the AVX-512 extensions of Ice Lake and Zen 4.
 
 #if defined(__x86_64__)
 

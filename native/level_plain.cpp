@@ -8,11 +8,11 @@
 namespace mm {
 namespace level_plain {
 
-// In loops of known length, of which compilers make what vectors the machine has.
+// Loops of constant length, which compilers vectorise for the target machine.
 constexpr int LANES = 16, VECTORS = 3;
 
 struct Ints {
-    uint32_t v[LANES];  // of int32: parts of a sum may wrap, the whole does not
+    uint32_t v[LANES];  // int32 values: partial sums may wrap, the total does not
 };
 struct Pairs {
     const uint8_t *a, *b;

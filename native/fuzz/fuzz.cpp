@@ -1,6 +1,6 @@
-// Random geometry and hostile arguments for the kernels, to be built with sanitizers (see tests/test_native.py).
-// Buffers have exactly the size that is told, so that a byte too far is seen. What one instruction set
-// computes every other must, too.
+// Random geometry and invalid arguments for the kernels, to be built with sanitizers (see tests/test_native.py).
+// Buffers have exactly the size that the request states, so that the sanitizers find every access beyond them. All
+// instruction sets must compute the same bytes.
 
 #include <cinttypes>
 #include <cstdio>
@@ -33,7 +33,7 @@ Bytes noise(int64_t size) {
 
 int64_t differences = 0, done = 0, refused = 0;
 
-// Every level's answer to one request; `out` is made anew for each, of the size that is told if that is sane.
+// Compare the output of all levels for one request. `out` is allocated for each, of the stated size if that is sane.
 void compare(mm_patchify_request request) {
     Bytes first;
     for (int64_t level = 0; mm_level(level); level++) {
@@ -62,7 +62,7 @@ void geometry(bool hostile) {
     const int64_t gap = below(4), slack = below(9);
     p.pixel_stride = p.channels + gap;
     p.row_stride = (p.width - 1) * p.pixel_stride + p.channels + slack;
-    if (below(4) == 0) {  // columns where rows were
+    if (below(4) == 0) {  // a transposed view
         p.row_stride = p.channels + gap;
         p.pixel_stride = (p.height - 1) * p.row_stride + p.channels + slack;
     }
@@ -101,9 +101,9 @@ void geometry(bool hostile) {
             int64_t& field = *fields[below(18)];
             field = below(2) ? values[below(14)] : static_cast<int64_t>(static_cast<uint64_t>(field) + source() % 9 - 4);
         }
-        if (p.bytes > size) p.bytes = size;  // the one promise that cannot be checked
+        if (p.bytes > size) p.bytes = size;  // the library cannot check the buffer's true size
         if (below(50) == 0) p.buffer = nullptr;
-        // What would be done, but not in the time of a test.
+        // Valid requests that would take too long in a test: check them without an output.
         if (p.width > 4096 || p.height > 4096 || request.canvas_width > 4096 || request.canvas_height > 4096) {
             mm_patchify_request checked = request;
             checked.out = nullptr;
@@ -145,7 +145,7 @@ void filters(bool hostile) {
 
 int main(int count, char** arguments) {
     const std::string_view what = count > 1 ? arguments[1] : "";
-    if (what == "overrun") {  // that the sanitizers are there
+    if (what == "overrun") {  // controls: the sanitizers must report these two
         volatile int64_t end = 8;
         return Bytes(8).data()[end];
     }
