@@ -37,7 +37,7 @@ def main() -> None:
     reference.eval()
     half = tower.trunk.blocks[0].attn.head_dim // 2
     steps = torch.arange(0, half, 2, dtype=torch.float32) / half
-    reference.rotary_pos_emb.inv_freq = 1.0 / (10000.0**steps)  # a buffer that the state does not hold
+    reference.rotary_pos_emb.inv_freq = 1.0 / (10000.0**steps)  # a buffer that is not in the state dict
 
     rows = []
     for name, grid in GRIDS:
