@@ -35,9 +35,9 @@ def exit_with_code(command: Callable[..., int]) -> Callable[..., None]:
     return run
 
 
-def report_error(name: str, what: object) -> None:
+def report_error(name: str, error: object) -> None:
     """Print an error about `name` on stderr."""
-    print(f"{printable(name)}: {printable(str(what))}", file=sys.stderr)
+    print(f"{printable(name)}: {printable(str(error))}", file=sys.stderr)
 
 
 def printable(text: str) -> str:

@@ -63,9 +63,8 @@ class VisionConfig:
         ratio = vision.pop("max_wh_ratio", None)
         if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio < math.inf):
             raise CheckpointError(f"vision_config.max_wh_ratio must be positive or null, got {ratio!r}")
-        read = read_settings(
-            cls, vision | ({} if ratio is None else {"max_wh_ratio": ratio}), "vision_config"
-        )
+        limit = {} if ratio is None else {"max_wh_ratio": ratio}
+        read = read_settings(cls, vision | limit, "vision_config")
         check_heads(read.hidden_size, read.num_attention_heads, "hidden_size / num_attention_heads")
         if read.max_image_tokens < 4:
             raise CheckpointError(

@@ -57,7 +57,7 @@ class Family(ABC):
     architecture: ClassVar[str]
     """config.json names the family by its model type or by this."""
     lookalike_prefixes: ClassVar[tuple[str, str]]
-    """Prefixes of the model type and architecture of related models, which must not be taken for it."""
+    """Prefixes of the model type and architecture of related models, which it must not be confused with."""
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:

@@ -162,7 +162,7 @@ class Block(nn.Module):
 def normalize_bytes(patches: Tensor, table: Tensor) -> Tensor:
     """Normalise bytes by table lookup: uint8 [n, channels·k] and [channels, 256] -> [n, channels, k].
 
-    A reference's normalisation is a function of channel and byte, so a table of its own 256 results per
+    A reference's normalisation is a function of channel and byte, so a table of its 256 results per
     channel is exact in any dtype and on any device.
     """
     channels = table.shape[0]
