@@ -1,11 +1,11 @@
-"""The native kernels: a shared library in the package, built and run without Python or Torch; and what a
-wheel says about the runtime it was built for, in `mm_encoder/_runtime.json`.
+"""Builds the native kernels, a shared library that uses neither Python nor Torch, and writes each wheel's
+manifest, `mm_encoder/_runtime.json`: the runtime that it was built for.
 
 Everything else about the package is in pyproject.toml. Without a C++20 compiler the package is installed
-without the library and does the same work, slower, in NumPy, Pillow and Torch.
+without the library, and does the same work, more slowly, in NumPy, Pillow and Torch.
 
     MM_ENCODER_PURE=1    do not build the library
-    MM_ENCODER_EXACT=1   a wheel for nothing but the Torch that is installed (python -m build --no-isolation)
+    MM_ENCODER_EXACT=1   build a wheel for exactly the installed Torch (python -m build --no-isolation)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-FORMAT = 1  # of the manifest; mm_encoder/_manifest.py and install_wheel.py read it
+FORMAT = 1  # version of the manifest, which mm_encoder/_manifest.py and install_wheel.py read
 LIBRARY = "mm_encoder/_kernels.so"
 PURE, EXACT = (os.environ.get(f"MM_ENCODER_{name}", "") not in ("", "0") for name in ("PURE", "EXACT"))
 
@@ -42,29 +42,29 @@ kernels = Extension(
         "-fno-exceptions",
         "-fno-rtti",
         "-fvisibility=hidden",
-        "-Wno-maybe-uninitialized",  # GCC 12 in its own headers
+        "-Wno-maybe-uninitialized",  # GCC 12 warns about its own headers
         "-Wno-uninitialized",
     ],
-    # The C++ library is linked by habit; nothing of it is used, and every host may have another.
+    # setuptools links the C++ library, which the kernels do not use and whose version differs between hosts.
     extra_link_args=["-Wl,--as-needed"] if sys.platform == "linux" else [],
     optional=not EXACT,
 )
 
 
 class BuildLibrary(build_ext):
-    """Builds an extension as a library for `ctypes`, under a name that is the same for every Python."""
+    """Builds an extension as a library for `ctypes`, with a file name that is the same for every Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Where the library lies, from the folder of the package."""
+        """Return the library's path, relative to the folder of the package."""
         return str(Path(*fullname.split("."))) + ".so"
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
-        """No PyInit, which `ctypes` does not need."""
+        """Export no PyInit function, which `ctypes` does not need."""
         return ext.export_symbols
 
     def build_extension(self, ext: Extension) -> None:
-        """Leaves no older library in build/ where there is to be none, or the compiler fails: it would go
-        into the wheel.
+        """Build it. If it is not wanted or the compiler fails, remove an older library from build/: it would
+        be packed into the wheel.
         """
         self.built = False
         try:
@@ -76,7 +76,7 @@ class BuildLibrary(build_ext):
                 Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
 
     def copy_extensions_to_source(self) -> None:
-        """Nor in a tree that is installed as it lies: it would be loaded from there."""
+        """Copy the library to the source tree (an editable install), or remove an older one from it."""
         if self.built:
             super().copy_extensions_to_source()
         else:
@@ -84,13 +84,13 @@ class BuildLibrary(build_ext):
 
 
 class BuildWheel(bdist_wheel):
-    """Writes the manifest, and tags the wheel for what the library asks of a host: not a Python."""
+    """Writes the manifest, and tags the wheel with the platform that the library needs, not with a Python."""
 
     def run(self) -> None:
-        """Build, look at what came of it, and pack that."""
+        """Build, write the manifest for the result, and pack the wheel."""
         if PURE and EXACT:
-            raise SystemExit("MM_ENCODER_PURE and MM_ENCODER_EXACT exclude each other: set one of them")
-        # What lies in build/ may be another compiler's, and the manifest names this one.
+            raise SystemExit("MM_ENCODER_PURE and MM_ENCODER_EXACT exclude each other; set only one of them")
+        # A library in build/ may be from another compiler, and the manifest names this one.
         self.get_finalized_command("build_ext").force = True
         self.run_command("build")
         self.skip_build = True
@@ -112,16 +112,16 @@ class BuildWheel(bdist_wheel):
                 "machine": platform.machine(),
                 "libc": needed_libc(policy),
                 "policy": policy or f"none: {tag} is for hosts like the one it was built on",
-                "compiler": said_by(*self._compiler()[:1], "--version").splitlines()[0],
+                "compiler": output_of(*self._compiler()[:1], "--version").splitlines()[0],
                 "instruction_sets": instruction_sets(library),
             }
             if EXACT:
                 manifest |= {"exact": True, "revision": revision(), "settings": self._digest()}
                 manifest |= exact_torch()
-                # Part of the name, so that it can lie beside the wheel for a range of Torch.
+                # Part of the file name, so that it can be in one folder with the wheel for a range of Torch.
                 self.build_number = "1" + re.sub(r"[^0-9a-z.]+", "_", f"torch{manifest['torch_version']}")
         else:
-            # The compiler may have failed: from here on this is a package of Python alone.
+            # The compiler may have failed: continue as a package of pure Python.
             self.distribution.ext_modules = []
             self.root_is_pure = True
             manifest |= {"machine": "any", "libc": "any", "policy": "any"}
@@ -131,36 +131,40 @@ class BuildWheel(bdist_wheel):
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
-        """The library is loaded by `ctypes`: any Python 3 will do."""
+        """Return the tag of any Python 3, since `ctypes` loads the library, and of the library's platform."""
         return ("py3", "none", super().get_tag()[2])
 
     def _compiler(self) -> list[str]:
-        """The command that compiles a file."""
+        """Return the command that compiles a file."""
         compiler = self.get_finalized_command("build_ext").compiler
         return [*getattr(compiler, "compiler_so_cxx", compiler.compiler_so)]
 
     def _digest(self) -> str:
-        """Of what decides how the sources become the library."""
-        settings = [said_by(self._compiler()[0], "--version"), *self._compiler(), *kernels.extra_compile_args]
+        """Return a hash of the compiler and all options that determine the library."""
+        settings = [
+            output_of(self._compiler()[0], "--version"),
+            *self._compiler(),
+            *kernels.extra_compile_args,
+        ]
         settings += ["link", *kernels.extra_link_args]
         return "sha256:" + hashlib.sha256("\0".join(settings).encode()).hexdigest()
 
 
 def torch_range(requirements: list[str]) -> str:
-    """The versions in pyproject.toml, such as `>=2.11`."""
+    """Return the range of Torch versions in pyproject.toml, such as `>=2.11`."""
     (found,) = [match[1] for match in (re.fullmatch(r"torch([\s<>=!].*)", r) for r in requirements) if match]
     return found.replace(" ", "")
 
 
 def oldest_policy(library: Path, tag: str) -> str | None:
-    """The name of the oldest set of libraries that suffices, as auditwheel finds it; None where it is not
-    installed, does not know this system or finds none.
+    """Return the oldest platform policy (manylinux_...) that the library complies with, found by auditwheel.
+    None if auditwheel is not installed, does not support this system or finds none.
     """
     if not tag.startswith("linux"):
         return None
     with tempfile.TemporaryDirectory() as folder:
-        # The answer goes into the wheel, by way of the manifest: so what is asked about is another, of the
-        # library alone.
+        # The manifest in the wheel contains the answer, so auditwheel inspects another wheel, with only the
+        # library in it.
         wheel = Path(folder, f"mm_encoder-0-py3-none-{tag}.whl")
         with zipfile.ZipFile(wheel, "w") as file:
             file.write(library, LIBRARY)
@@ -172,7 +176,7 @@ def oldest_policy(library: Path, tag: str) -> str | None:
             check=False,
         )
     if run.returncode:
-        why = (run.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        why = (run.stderr.strip().splitlines() or ["no message"])[-1]
         print(f"mm_encoder: the wheel keeps the tag {tag}, since auditwheel fails: {why}", file=sys.stderr)
         return None
     found = str(json.loads(run.stdout)["overall_tag"])
@@ -180,7 +184,7 @@ def oldest_policy(library: Path, tag: str) -> str | None:
 
 
 def needed_libc(policy: str | None) -> str:
-    """The oldest libc that will do; that of this machine where no policy says."""
+    """Return the oldest libc that suffices: the policy's, else that of this machine."""
     older = re.match(r"manylinux_(\d+)_(\d+)_", policy or "")
     if older:
         return f"glibc {older[1]}.{older[2]}"
@@ -191,7 +195,7 @@ def needed_libc(policy: str | None) -> str:
 
 
 def instruction_sets(library: Path) -> list[str]:
-    """Names as `mm_level` gives them, the plainest first: those that the library has, not just this CPU."""
+    """Return the library's instruction sets, named as by `mm_level`; this CPU need not support them."""
     names = sorted(path.stem.removeprefix("level_") for path in Path("native").glob("level_*.cpp"))
     names.sort(key=lambda name: name != "plain")
     content = library.read_bytes()
@@ -199,13 +203,13 @@ def instruction_sets(library: Path) -> list[str]:
 
 
 def exact_torch() -> dict[str, str]:
-    """What an exact build is held to; the names are those of `mm_encoder._manifest.host`."""
+    """Return the fields that an exact build adds, named as in `mm_encoder._manifest.host_runtime`."""
     try:
         import torch
     except ImportError:
         raise SystemExit(
-            "MM_ENCODER_EXACT=1 builds for the Torch that is installed, and here is none. An isolated build "
-            "never has one: use `python -m build --wheel --no-isolation` in an environment with torch, "
+            "MM_ENCODER_EXACT=1 builds for the installed Torch, and none is installed here. An isolated "
+            "build never has one: use `python -m build --wheel --no-isolation` in an environment with torch, "
             "setuptools and auditwheel"
         ) from None
     return {
@@ -216,17 +220,17 @@ def exact_torch() -> dict[str, str]:
 
 
 def revision() -> str:
-    """The commit that is checked out, with `-dirty` after it where files differ from it."""
+    """Return the checked-out commit, followed by `-dirty` if files differ from it."""
     try:
-        return said_by("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip()
+        return output_of("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip()
     except (OSError, subprocess.CalledProcessError):
         raise SystemExit(
             "MM_ENCODER_EXACT=1 records the git revision: build in a git checkout, with git installed"
         ) from None
 
 
-def said_by(*command: str) -> str:
-    """The output of a program."""
+def output_of(*command: str) -> str:
+    """Run a program and return its output."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -1,4 +1,4 @@
-"""python -m benchmarks [TABLE...]: print the named tables, or all."""
+"""python -m benchmarks [TABLE...]: print the named tables, by default all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main() -> int:
     wanted = sys.argv[1:] or list(TABLES)
     unknown = [name for name in wanted if name not in TABLES]
     if unknown:
-        print(f"no table {', '.join(unknown)}; there are {', '.join(TABLES)}", file=sys.stderr)
+        print(f"no table {', '.join(unknown)}; use {', '.join(TABLES)}", file=sys.stderr)
         return 2
     for name in wanted:
         importlib.import_module(f"benchmarks.{name}").main()

@@ -1,4 +1,4 @@
-"""What `import mm_encoder` costs beyond the imports that any Torch program makes."""
+"""The time of `import mm_encoder` in addition to `import torch`."""
 
 from __future__ import annotations
 

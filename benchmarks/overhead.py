@@ -1,5 +1,5 @@
-"""What the engine adds to preprocessing and the tower, what it takes to refuse, to count and to answer a
-probe, and how preprocessing grows with its threads.
+"""The engine's overhead beside preprocessing and tower; the time of a refusal, of counting and of a health
+probe; and preprocessing throughput by number of threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     checkpoint = make_checkpoint(temporary_folder() / "checkpoint")
     forward = GlmTower.forward
     try:
-        # A stub: only the engine's own time is wanted, and a real tower's noise would drown it.
+        # A stub: a real tower's noise would hide the engine's own time.
         GlmTower.forward = _rows_only  # type: ignore[method-assign,assignment]
         overheads = _overheads(checkpoint, photo(224, 224))
         speeds = _speeds(checkpoint, photo(1024, 1024))
@@ -72,7 +72,7 @@ def _overheads(checkpoint: Path, data: bytes) -> list[float]:
 
 
 def _probes(checkpoint: Path, data: bytes, gate: threading.Event) -> list[list[object]]:
-    """A refusal by a full queue, a probe of a full encoder, and what counting takes of a job."""
+    """Time a refusal by a full queue, probes of a full encoder, and the counting of a job."""
 
     def refuse() -> None:
         try:

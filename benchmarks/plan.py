@@ -1,4 +1,4 @@
-"""What a plan costs: from a header, from a size."""
+"""The time of a plan, from a header and from a size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def every_family() -> None:
-    """10,000 random sizes for each family, from the settings in its class's defaults."""
+    """Plan 10,000 random sizes per family, with the default settings of its config classes."""
     random.seed(0)
     sizes = [ImageSize(random.randint(1, 20_000), random.randint(1, 20_000)) for _ in range(10_000)]
     planners = {

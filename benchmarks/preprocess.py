@@ -1,5 +1,5 @@
-"""Bytes to patches at each family's released settings beside the peers; what its parts take alone; and what
-two threads do, to each other and to a third.
+"""Time from bytes to patches at each family's released settings, beside the peers; the time of single steps;
+and how two preprocessing threads affect each other and a third thread.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def bytes_to_patches(name: str) -> None:
 
 
 def resizing() -> None:
-    """Ours makes patches too; the others only resize."""
+    """Compare resizes. Ours also makes patches; the others only resize."""
     native = _native.kernels
-    assert native is not None, "this table is of the native kernels, and there are none"
+    assert native is not None, "this table measures the native kernels, which this install does not have"
     rows: list[list[object]] = []
     for source, target in (((1920, 1080), (1918, 1078)), ((3840, 2160), (1920, 1080))):
         pixels = np.asarray(Image.open(io.BytesIO(detailed(*source))))
@@ -124,7 +124,7 @@ def resizing() -> None:
         }
         for bicubic, (level, name) in product(Bicubic, enumerate(native.levels)):
             works[f"{bicubic.name} {name}"] = partial(
-                native.cut,
+                native.resize_and_patchify,
                 pixels,
                 content=size,
                 canvas=ImageSize(1932, 1092),
@@ -141,7 +141,7 @@ def resizing() -> None:
         gains = (ratio(ms[name], ours) for name, ours in zip(("pillow", "torch"), best, strict=True))
         rows.append([f"{source[0]}x{source[1]} to {target[0]}x{target[1]}", *ms.values(), *gains])
     table(
-        "Bicubic with its bits: theirs alone, ours with cutting into patches, 1 thread, ms (median of 9)",
+        "Bicubic, same bits: theirs resizes, ours also makes patches, 1 thread, ms (median of 9)",
         [
             "sizes",
             f"Pillow {version('pillow')}",
@@ -182,25 +182,25 @@ def two_threads() -> None:
         ("JPEG 1920x1080", detailed(1920, 1080), 60),
         ("JPEG 3840x2160", detailed(3840, 2160), 12),
     ):
-        alone: list[float] = []
+        single: list[float] = []
         both: list[float] = []
         late: list[float] = []
         for _ in range(5):
-            alone.append(images_a_second(1, count, family, data))
-            both.append(images_a_second(2, count, family, data))
+            single.append(images_per_second(1, count, family, data))
+            both.append(images_per_second(2, count, family, data))
             with ticking() as ticks:
-                images_a_second(2, count, family, data)
+                images_per_second(2, count, family, data)
             late += ticks
-        one, two = float(np.median(alone)), float(np.median(both))
+        one, two = float(np.median(single)), float(np.median(both))
         rows.append([name, one, two, f"{two / one:.2f}x", float(np.percentile(late, 99)), max(late)])
     table(
-        "Two threads, GLM-5.3: images a second (median of 5), and what a third notices that sleeps 1 ms",
+        "Two threads, GLM-5.3: images/s (median of 5), and the wake-up times of a third that sleeps for 1 ms",
         ["image", "1 thread", "2 threads", "gain (target 1.8x)", "its p99 ms (target 3)", "its longest ms"],
         rows,
     )
 
 
-def images_a_second(threads: int, count: int, family: Family, data: bytes) -> float:
+def images_per_second(threads: int, count: int, family: Family, data: bytes) -> float:
     def work() -> None:
         for _ in range(count // threads):
             prepare(family, data)
@@ -216,7 +216,7 @@ def images_a_second(threads: int, count: int, family: Family, data: bytes) -> fl
 
 @contextmanager
 def ticking() -> Iterator[list[float]]:
-    """Milliseconds from one tick to the next of a thread that sleeps for one in between."""
+    """Run a thread that sleeps for 1 ms at a time; yield its list of milliseconds between wake-ups."""
     ticks: list[float] = []
     stop = threading.Event()
 
@@ -238,7 +238,7 @@ def ticking() -> Iterator[list[float]]:
 
 
 def in_python(family: Family, data: bytes) -> object:
-    """As in a pure install."""
+    """Prepare without native kernels, as in a pure install."""
     kernels, _native.kernels = _native.kernels, None
     try:
         return prepare(family, data)
@@ -270,7 +270,7 @@ def torchvision_png() -> Work | None:
 
 
 def libtorch(folder: str, model: str) -> Work | None:
-    """The peer's planner. It prints to stderr for each image."""
+    """Return the peer's planner. It prints to stderr for each image."""
     try:
         from mm_libtorch_encoder import MediaPlanner, ResolvedMedia
 
@@ -282,7 +282,7 @@ def libtorch(folder: str, model: str) -> Work | None:
 
 
 def transformers() -> dict[str, Work | None]:
-    """Its two processors of GLM-5.3."""
+    """Return the two GLM-5.3 processors of transformers."""
     try:
         from transformers.models.glm5_next.image_processing_glm5_next import Glm5NextImageProcessor
         from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil

@@ -1,4 +1,4 @@
-"""Pictures and checkpoints to measure on."""
+"""Images and checkpoints for the benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mm_encoder.demo import write_config
 
 
 def photo(width: int, height: int, kind: str = "JPEG", noise: int = 0) -> bytes:
-    """A real photograph (scikit-image's astronaut) scaled to a size, with some noise if wanted."""
+    """Return a real photograph (scikit-image's astronaut) scaled to a size, optionally with noise."""
     import skimage.data
 
     image = Image.fromarray(skimage.data.astronaut()).resize((width, height), Image.Resampling.BICUBIC)
@@ -32,8 +32,8 @@ def photo(width: int, height: int, kind: str = "JPEG", noise: int = 0) -> bytes:
 
 
 def detailed(width: int, height: int, kind: str = "JPEG") -> bytes:
-    """Photographs side by side at their own resolution: as much detail a pixel as a camera's picture has,
-    which one that was enlarged to its size lacks.
+    """Return a mosaic of photographs at their original resolution. It has as much detail per pixel as a
+    camera's image, unlike an enlarged photograph.
     """
     import skimage.data
 
@@ -52,7 +52,7 @@ def detailed(width: int, height: int, kind: str = "JPEG") -> bytes:
 
 
 def config_folder(family: str) -> Path:
-    """Config files of a family with the released settings of its preprocessing, without weights."""
+    """Write a family's config files with the released preprocessing settings, without weights."""
     if family == "glm53":
         return glm53_config_folder()
     folder, golden = temporary_folder(), Path(__file__).parent.parent / "tests" / "golden"
@@ -70,21 +70,21 @@ def config_folder(family: str) -> Path:
 
 
 def glm53_config_folder() -> Path:
-    """The released GLM-5.3 settings, without weights, as the peers read them too."""
+    """Write the released GLM-5.3 config files, without weights, in the form that the peers read too."""
     folder = temporary_folder()
     write_config(folder, released_size=True)
     return folder
 
 
 def temporary_folder() -> Path:
-    """A folder that is gone when the process ends."""
+    """Create a folder that is removed when the process ends."""
     folder = tempfile.mkdtemp(prefix="mm-encoder-bench-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def version(package: str) -> str:
-    """A package's version for a column's head, or that it is not installed."""
+    """Return a package's version for a column heading, or "not installed"."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 def medians(work: Mapping[str, Callable[[], object] | None], rounds: int = 9) -> dict[str, float | None]:
-    """Milliseconds of each piece of work: medians over `rounds`, one of each a round, after one to warm
-    up. A None (a peer that is not installed) stays None.
+    """Return the median milliseconds of each function over `rounds`, each called once per round, after a
+    warm-up round. None (a peer that is not installed) stays None.
     """
     times: dict[str, list[float]] = {name: [] for name, function in work.items() if function}
     for turn in range(rounds + 1):
@@ -23,7 +23,7 @@ def medians(work: Mapping[str, Callable[[], object] | None], rounds: int = 9) ->
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a Markdown table; None is a blank cell, floats get three digits."""
+    """Print a Markdown table. None is a blank cell; floats have up to three digits."""
     print(f"\n### {title}\n")
     print("| " + " | ".join(columns) + " |")
     print("| " + " | ".join("---" for _ in columns) + " |")
@@ -32,7 +32,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 
 def ratio(theirs: float | None, ours: float | None) -> str | None:
-    """`theirs / ours`, or None where either is missing."""
+    """Return `theirs / ours`, None if either is missing."""
     return None if theirs is None or not ours else f"{theirs / ours:.2f}x"
 
 

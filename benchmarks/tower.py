@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mm_encoder.families.glm53 import NAMES, GlmTower, VisionConfig
-from mm_encoder.families.layers import look_up, repeat_frame
+from mm_encoder.families.layers import normalize_bytes, repeat_frame
 from mm_encoder.families.trunk import assign, rename
 
 from .samples import version
@@ -37,12 +37,12 @@ def main() -> None:
     reference.eval()
     half = tower.trunk.blocks[0].attn.head_dim // 2
     steps = torch.arange(0, half, 2, dtype=torch.float32) / half
-    reference.rotary_pos_emb.inv_freq = 1.0 / (10000.0**steps)  # a buffer that the state does not hold
+    reference.rotary_pos_emb.inv_freq = 1.0 / (10000.0**steps)  # a buffer that is not in the state dict
 
     rows = []
     for name, grid in GRIDS:
         patches = torch.randint(0, 256, (grid[1] * grid[2], 588), dtype=torch.uint8)
-        pixels = repeat_frame(look_up(patches, table_), 2)
+        pixels = repeat_frame(normalize_bytes(patches, table_), 2)
         grid_thw = torch.tensor([grid])
         with torch.no_grad():
             difference = tower(patches, [grid]) - reference(pixels, grid_thw=grid_thw).pooler_output

@@ -1,10 +1,10 @@
-"""What a wheel was built for, held against this host before the native library in it is loaded.
+"""The manifest of a wheel: what it was built for. Compared with this host before the library is loaded.
 
 `setup.py` writes it into every wheel, as `_runtime.json` beside the library. An editable install has none:
-its library was built in place, by the host that it runs on.
+its library was built in place, on the host that it runs on.
 
-`install_wheel.py` judges a wheel by the same rules before it installs one. It has to run without this
-package, and so has what stands between the two lines word for word; a test compares them.
+`install_wheel.py` applies the same rules before it installs a wheel. It must run without this package, so it
+contains a copy of the part between the two lines; a test compares them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ NAME = "_runtime.json"
 # --- the same in install_wheel.py --------------------------------------------------------------------
 
 FORMAT = 1
-"""Grows when manifests can no longer be judged by the rules before; a field more does not count."""
+"""Raised when older code would misjudge new manifests; an additional field alone does not count."""
 
 
 class Mismatch(NamedTuple):
-    """Something that a wheel was built for, and this host is not."""
+    """A manifest field whose requirement this host does not meet."""
 
     field: str
     built: str
     host: str
 
 
-def needs(manifest: Mapping[str, object]) -> dict[str, str]:
-    """The fields of a manifest that a host must fit, by name; "?" for what it should say and does not."""
+def required_fields(manifest: Mapping[str, object]) -> dict[str, str]:
+    """Return the manifest fields that a host must match, by name; "?" for a missing field."""
     fields = ["python", "python_abi", "machine", "libc", "torch"]
     if manifest.get("exact"):
         fields += ["torch_version", "cuda", "cxx_abi"]
@@ -48,12 +48,12 @@ def needs(manifest: Mapping[str, object]) -> dict[str, str]:
 
 
 def mismatches(manifest: Mapping[str, object], host: Mapping[str, str]) -> list[Mismatch]:
-    """Where a manifest and a host differ, all of it. Fields that are not known are not looked at."""
+    """Return all differences between a manifest and a host. Unknown fields are ignored."""
     if manifest.get("format") != FORMAT:
-        return [Mismatch("format", _text(manifest.get("format")), f"{FORMAT}, the only one known here")]
+        return [Mismatch("format", _text(manifest.get("format")), f"{FORMAT}, the only one supported here")]
     wrong = [
         Mismatch(field, wanted, host.get(field, "unknown"))
-        for field, wanted in needs(manifest).items()
+        for field, wanted in required_fields(manifest).items()
         if not _fits(field, wanted, host.get(field, "unknown"))
     ]
     if not isinstance(manifest.get("native"), bool):
@@ -62,8 +62,8 @@ def mismatches(manifest: Mapping[str, object], host: Mapping[str, str]) -> list[
 
 
 def host_runtime(*, import_torch: bool) -> dict[str, str]:
-    """This host, in the words of a manifest. Torch's own version, CUDA and C++ ABI are known once it is
-    imported; until then there is the version that it was installed as.
+    """Describe this host by the fields of a manifest. Without `import_torch` it has the version in Torch's
+    package metadata, but not Torch's own version, CUDA and C++ ABI.
     """
     host = {
         "python": platform.python_version(),
@@ -92,13 +92,13 @@ def _fits(field: str, wanted: str, here: str) -> bool:
     if field in {"python", "torch"}:
         return _in_range(here, wanted)
     if field == "libc" and wanted.split(" ")[0] == here.split(" ")[0] == "glibc":
-        return _release(here) >= _release(wanted)  # a newer glibc runs what was built for an older one
+        return _release(here) >= _release(wanted)  # glibc is backward compatible
     return wanted == here or (field, wanted) in {("python_abi", "none"), ("machine", "any"), ("libc", "any")}
 
 
 def _in_range(version: str, wanted: str) -> bool:
-    """Whether a version is in a range such as `>=2.11,<3`. 2.11.0a0 counts as 2.11: NVIDIA's images have
-    releases of Torch that are named so.
+    """Return whether a version is in a range such as `>=2.11,<3`. 2.11.0a0 counts as 2.11: NVIDIA's images
+    have Torch releases with such versions.
     """
     compare = {"<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
     compare |= {">=": operator.ge, ">": operator.gt}
@@ -110,7 +110,7 @@ def _in_range(version: str, wanted: str) -> bool:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """The first number with dots in it, without zeros at its end: of `2.11.0+cu130` it is (2, 11)."""
+    """Return the release numbers without trailing zeros: (2, 11) for `2.11.0+cu130`."""
     found = re.search(r"\d+(?:\.\d+)*", text)
     numbers = [int(number) for number in found[0].split(".")] if found else []
     while numbers and not numbers[-1]:
@@ -126,7 +126,7 @@ def _libc() -> str:
 
 
 def _text(value: object) -> str:
-    """A field as it may be shown: it is what a file says, and might say anything."""
+    """Return a field as safe text: a manifest comes from a file and may contain anything."""
     text = "?" if value is None else str(value)
     return (text if text.isprintable() else ascii(text))[:200]
 
@@ -135,7 +135,7 @@ def _text(value: object) -> str:
 
 
 def read(library: Path) -> Mapping[str, object] | None:
-    """The manifest beside a library, or None where there is none."""
+    """Return the manifest beside a library, None if there is none."""
     path = library.with_name(NAME)
     try:
         found = json.loads(path.read_bytes())
@@ -143,19 +143,19 @@ def read(library: Path) -> Mapping[str, object] | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise RuntimeMismatchError(
-            f"mm_encoder/{NAME} says what this install was built for, and cannot be read ({error}); install "
-            "mm-encoder again"
+            f"mm_encoder/{NAME}, which describes what this install was built for, cannot be read ({error}); "
+            "reinstall mm-encoder"
         ) from error
     if not isinstance(found, dict):
         raise RuntimeMismatchError(
-            f"mm_encoder/{NAME} must hold a JSON object, got {type(found).__name__}; install mm-encoder again"
+            f"mm_encoder/{NAME} must hold a JSON object, got {type(found).__name__}; reinstall mm-encoder"
         )
     return found
 
 
 def check(library: Path) -> bool:
-    """Whether there is a library that this host may load; False for a pure install. Raises
-    RuntimeMismatchError where the manifest and this host differ.
+    """Return whether there is a library that this host may load; False for a pure install. Raises
+    RuntimeMismatchError if the manifest and this host differ.
     """
     manifest = read(library)
     if manifest is None:
@@ -175,7 +175,7 @@ def _explain(wrong: list[Mismatch]) -> str:
         [
             "this mm-encoder was built for another runtime:",
             *lines,
-            "Install a wheel that fits this host (install_wheel.py picks it out of a folder of wheels), or "
+            "Install a wheel that fits this host (install_wheel.py selects it from a folder of wheels), or "
             "build one here with `python -m build`.",
         ]
     )

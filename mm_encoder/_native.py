@@ -1,7 +1,7 @@
-"""The native kernels, by way of `ctypes`: the only module that knows the library they are in.
+"""The native kernels, called through `ctypes`. Only this module knows their library.
 
-`kernels` is None where there is no library, or none that fits; what is asked of it then is done in Python
-by those who ask (`media.patches`, `media.png`), with the same bits.
+`kernels` is None in an install without the library; its callers (`media.patches`, `media.png`) then compute
+the same bits in Python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import _manifest
 from .errors import RuntimeMismatchError
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-_INTERFACE = 1
+_INTERFACE = 2
 _OUT_OF_MEMORY = b"out of memory"
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -36,7 +36,7 @@ class _Pixels(ctypes.Structure):
     )
 
 
-class _Cut(ctypes.Structure):
+class _PatchifyRequest(ctypes.Structure):
     _fields_ = (
         ("pixels", _Pixels),
         ("arithmetic", c_int64),
@@ -56,18 +56,18 @@ class _Cut(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of `native/kernels.h`. They hold no lock of Python's while they run."""
+    """The functions of `native/kernels.h`. They run without the GIL."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.mm_interface.restype = c_int64
         found = self._library.mm_interface()
         if found != _INTERFACE:
-            raise OSError(f"{library.name} has interface {found}, this package wants {_INTERFACE}")
+            raise OSError(f"{library.name} has interface {found}, this package needs {_INTERFACE}")
         self._library.mm_level.restype = c_char_p
         self._library.mm_level.argtypes = (c_int64,)
-        self._library.mm_cut.restype = c_char_p
-        self._library.mm_cut.argtypes = (ctypes.POINTER(_Cut),)
+        self._library.mm_resize_and_patchify.restype = c_char_p
+        self._library.mm_resize_and_patchify.argtypes = (ctypes.POINTER(_PatchifyRequest),)
         unfilter = self._library.mm_unfilter
         unfilter.restype = c_char_p
         unfilter.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64)
@@ -75,9 +75,9 @@ class Kernels:
         names: list[str] = []
         names.extend(name.decode() for name in levels)
         self.levels = tuple(names)
-        """Instruction sets that this CPU has kernels for, the plainest first."""
+        """Instruction sets that there are kernels for and this CPU supports, the most basic one first."""
 
-    def cut(
+    def resize_and_patchify(
         self,
         pixels: Bytes,
         *,
@@ -91,11 +91,11 @@ class Kernels:
         out: Bytes,
         level: int = -1,
     ) -> None:
-        """Resize uint8 `pixels` [h, w, 3 or 4] to `content`, put it at `offset` on a `canvas` of `fill`, and
-        write its patches [canvas height · width / patch², 3·patch²] to the contiguous `out`.
+        """Resize uint8 `pixels` [h, w, 3 or 4] to `content`, place them at `offset` on a `canvas` filled with
+        `fill`, and write patches [canvas height · width / patch², 3·patch²] to the contiguous `out`.
 
-        Sizes and offset are (width, height) and (left, top). `arithmetic` is 0 for Pillow's bicubic, 1 for
-        Torch's; `level` an index of `levels`, -1 for the last. Raises ValueError and MemoryError.
+        Sizes are (width, height), the offset is (left, top). `arithmetic` is 0 for Pillow's bicubic, 1 for
+        Torch's; `level` is an index of `levels`, -1 for the last. Raises ValueError and MemoryError.
         """
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.strides[2] != 1:
             raise ValueError(f"pixels must be uint8 [h, w, 3 or 4], got {pixels.dtype} {pixels.shape}")
@@ -103,7 +103,7 @@ class Kernels:
         steps = (pixels.strides[0] * (height - 1), pixels.strides[1] * (width - 1))
         before = -sum(min(step, 0) for step in steps)
         size = before + sum(max(step, 0) for step in steps) + channels
-        where = _Pixels(
+        view = _Pixels(
             pixels.ctypes.data - before,
             size,
             before,
@@ -113,22 +113,22 @@ class Kernels:
             channels,
         )
         numbers = (arithmetic, *content, *offset, *canvas, fill, patch, merge)
-        if any(abs(number) >> 63 for number in numbers):  # of which ctypes would take the lower bits
+        if any(abs(number) >> 63 for number in numbers):  # ctypes would silently keep the lower bits
             raise ValueError(f"sizes must fit 64 bits, got {numbers}")
-        request = _Cut(
-            where,
+        request = _PatchifyRequest(
+            view,
             *numbers,
             _writable(out),
             out.nbytes,
             level,
         )
-        _check(self._library.mm_cut(request))
+        _check(self._library.mm_resize_and_patchify(request))
 
     def unfilter(
         self, data: Bytes, height: int, row_bytes: int, pixel_bytes: int, out: Bytes, level: int = -1
     ) -> None:
-        """Undo the filters of a PNG's rows: `data` holds `height` rows of a filter's number and `row_bytes`,
-        `out` gets the rows. Raises ValueError and MemoryError.
+        """Undo the row filters of a PNG. `data` has `height` rows of one filter type byte and `row_bytes`
+        bytes; writes the rows to `out`. Raises ValueError and MemoryError.
         """
         if data.dtype != np.uint8 or not data.flags.c_contiguous:
             raise ValueError(f"data must be contiguous uint8, got {data.dtype}")
@@ -152,11 +152,11 @@ def _writable(out: Bytes) -> int:
     return int(out.ctypes.data)
 
 
-def _check(wrong: bytes | None) -> None:
-    if wrong == _OUT_OF_MEMORY:
-        raise MemoryError("no memory to preprocess an image")
-    if wrong is not None:
-        raise ValueError(wrong.decode())
+def _check(message: bytes | None) -> None:
+    if message == _OUT_OF_MEMORY:
+        raise MemoryError("not enough memory to preprocess an image")
+    if message is not None:
+        raise ValueError(message.decode())
 
 
 def _load() -> Kernels | None:
@@ -164,10 +164,10 @@ def _load() -> Kernels | None:
         return None
     try:
         return Kernels(LIBRARY)
-    except (OSError, AttributeError) as error:  # AttributeError: a function is not in it
+    except (OSError, AttributeError) as error:  # AttributeError: a function is missing
         raise RuntimeMismatchError(
-            f"the native library of mm-encoder cannot be used here ({error}); install mm-encoder again, an "
-            "editable install too, which builds it anew"
+            f"the native library of mm-encoder cannot be used here ({error}); reinstall mm-encoder, "
+            "which rebuilds the library of an editable install too"
         ) from error
 
 

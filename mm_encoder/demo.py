@@ -1,5 +1,5 @@
-"""What `mm-encoder demo` encodes: a small checkpoint in the release's formats, with random weights, and
-photographs that come inside scikit-image. Nothing is downloaded.
+"""The inputs of `mm-encoder demo`: a small checkpoint with random weights in the release's formats, and
+photographs from the scikit-image package. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
-# Raise it with every change to what is built: folders built by another recipe are built anew.
+# Version of the folders' content. Raise it with every change to them: older folders are then rebuilt.
 _RECIPE = 1
-# Written last into what is built. Only folders that hold it are ever replaced.
+# Written last into each folder that is built. Only folders that contain it are ever replaced.
 _MARK = ".mm-encoder-demo.json"
 _WORK = ".mm-encoder-work"
 
@@ -45,23 +45,23 @@ _PATCH, _FRAMES, _MERGE, _CHANNELS = 14, 2, 2, 3
 
 
 def default_folder() -> Path:
-    """`mm-encoder/demo` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache)."""
+    """Return `mm-encoder/demo` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache)."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "mm-encoder" / "demo"
 
 
 def prepare(folder: Path) -> tuple[Path, list[Path]]:
-    """The checkpoint directory and the photographs in `folder`, built if they are not there yet.
+    """Return the checkpoint directory and the photographs in `folder`; build them if they are missing.
 
-    Several processes may ask at once: one builds, the others wait. What an interrupted build left is
-    removed. Raises FileExistsError for a folder in which something lies that is not the demo's, and
-    FileNotFoundError where scikit-image is not installed.
+    If several processes call it at once, one builds and the others wait. The remains of an interrupted build
+    are removed. Raises FileExistsError if `folder` contains foreign files, and FileNotFoundError if
+    scikit-image is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / ".mm-encoder-demo.lock"  # the first thing made, so it also says whose the folder is
+    lock = folder / ".mm-encoder-demo.lock"  # created first, so it also marks the folder as the demo's
     if any(folder.iterdir()) and not lock.exists():
-        raise FileExistsError(f"{folder} holds other files; give --folder a new or an empty one")
+        raise FileExistsError(f"{folder} holds other files; give --folder a new or an empty folder")
     with FileLock(lock):
         checkpoint = _build_once(folder / "checkpoint", make_checkpoint)
         pictures = _build_once(folder / "photos", photos)
@@ -69,11 +69,11 @@ def prepare(folder: Path) -> tuple[Path, list[Path]]:
 
 
 def photos(folder: Path) -> list[Path]:
-    """Copy six of scikit-image's photographs into `folder`, byte for byte, and return their paths.
+    """Copy six of scikit-image's photographs to `folder`, byte for byte, and return their paths.
 
-    Raises FileNotFoundError where scikit-image is not installed.
+    Raises FileNotFoundError if scikit-image is not installed.
     """
-    package = importlib.util.find_spec("skimage")  # found, not imported: that takes a second
+    package = importlib.util.find_spec("skimage")  # not imported: that takes a second
     if package is None or package.origin is None:
         raise FileNotFoundError('the photographs come with scikit-image: pip install "mm-encoder[demo]"')
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,13 +89,13 @@ def make_checkpoint(
     image_tokens: tuple[int, int] | None = None,
     shards: int = 2,
 ) -> Path:
-    """Write a GLM-5.3 checkpoint into `folder` and return it: the release's file names, tensor names,
-    dtype (bfloat16) and config formats; random weights, the same for the same arguments.
+    """Write a GLM-5.3 checkpoint to `folder` and return the folder. File names, tensor names, dtype
+    (bfloat16) and config formats are the release's; the weights are random, the same for the same arguments.
 
-    released_size: 24 layers 1024 wide and rows 4096 wide (1.1 GB on disk), with the release's token
-    bounds; otherwise 4 layers 256 wide and rows 512 wide (15 MB).
-    image_tokens: (fewest, most) rows of an image; smaller images are enlarged, larger ones reduced. The
-    small checkpoint's default gives photographs of any size a fine grid.
+    released_size: 24 layers of width 1024 and rows of width 4096 (1.1 GB on disk), with the release's token
+    limits; otherwise 4 layers of width 256 and rows of width 512 (15 MB).
+    image_tokens: (fewest, most) rows per image; smaller images are enlarged, larger ones reduced. The default
+    of the small checkpoint gives photographs of any size a fine grid.
     """
     sizes = write_config(folder, released_size=released_size, image_tokens=image_tokens)
     shapes = [(f"model.visual.{name}", shape) for name, shape in _shapes(sizes)]
@@ -120,7 +120,7 @@ def make_checkpoint(
 def write_config(
     folder: Path, *, released_size: bool, image_tokens: tuple[int, int] | None = None
 ) -> dict[str, int]:
-    """Write a checkpoint's config files without weights, see `make_checkpoint`; returns the tower's sizes."""
+    """Write a checkpoint's config files without weights (see `make_checkpoint`); return the tower's sizes."""
     sizes = _RELEASED if released_size else _SMALL
     fewest, most = image_tokens or ((16, 8000) if released_size else (900, 1024))
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def write_config(
 
 
 def _shapes(sizes: dict[str, int]) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tower's tensors as released, without their prefix."""
+    """Yield names and shapes of the tower's tensors as released, without their prefix."""
     width, inner = sizes["hidden_size"], sizes["intermediate_size"]
     out, projection = sizes["out_hidden_size"], sizes["projection_intermediate_size"]
     head = width // sizes["num_heads"]
@@ -161,8 +161,8 @@ def _shapes(sizes: dict[str, int]) -> Iterable[tuple[str, tuple[int, ...]]]:
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Weights that keep activations near 1 through any depth: N(0, 1.5²/fan-in) for matrices, small
-    biases, norms near 1. bfloat16.
+    """Return bfloat16 weights that keep activations near 1 at any depth: N(0, 1.5²/fan-in) for matrices,
+    small biases, norms near 1.
     """
     values = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
     if len(shape) > 1:
@@ -232,16 +232,16 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _build_once(target: Path, build: Callable[[Path], object]) -> Path:
-    """Have `target` built in a work folder and moved into place, unless it is there and whole.
+    """Build `target` in a work folder and move it into place, unless it exists and is complete.
 
-    Called with the lock held, so whatever lies in the work folder is an interrupted build's.
+    The caller must hold the lock, so anything in the work folder is left from an interrupted build.
     """
     work = target.parent / _WORK
     shutil.rmtree(work, ignore_errors=True)
     if _is_whole(target):
         return target
     if target.exists() and not (target / _MARK).is_file():
-        raise FileExistsError(f"{target} was not made by the demo: move it away")
+        raise FileExistsError(f"{target} was not made by the demo; move it away or give another --folder")
     new = work / target.name
     new.mkdir(parents=True)
     build(new)
@@ -255,7 +255,7 @@ def _build_once(target: Path, build: Callable[[Path], object]) -> Path:
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether `target` was built by this recipe and its files are still there (caches get swept)."""
+    """Return whether `target` was built by this recipe and still has all files: cache folders get cleaned."""
     try:
         mark = json.loads((target / _MARK).read_text(encoding="utf-8"))
         sizes = {name: (target / name).stat().st_size for name in mark["files"]}

@@ -84,7 +84,7 @@ class ImagePipeline:
             "family": family.name,
             "preprocessing": json.dumps(family.preprocessing, sort_keys=True),
             "config": hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest(),
-            "weights": checkpoint.digest(family.scopes),
+            "weights": checkpoint.digest(family.tensor_prefixes),
             "dtype": str(self.dtype),
             "attention": "scaled_dot_product_attention, one image at a time",
             **{name: versions()[name] for name in ("numpy", "pillow", "simplejpeg")},

@@ -1,6 +1,6 @@
-"""The build backend: setuptools, and auditwheel where a wheel is built on Linux.
+"""The build backend: setuptools, plus auditwheel for wheels built on Linux.
 
-An editable install is for this machine alone and does without it.
+An editable install is used only on this machine, so it does not need auditwheel.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ __all__ = [
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What setuptools asks for, and what finds the oldest glibc that the library runs with."""
+    """Return setuptools' requirements, plus auditwheel, which finds the oldest glibc that suffices."""
     wanted = build_meta.get_requires_for_build_wheel(config_settings)
     return [*wanted, "auditwheel>=6.8"] if sys.platform == "linux" else wanted

@@ -1,4 +1,4 @@
-// Checks of what is asked, weights, and the choice of an instruction set.
+// Argument checks, resize weights, and the choice of an instruction set.
 
 #include "kernels.h"
 
@@ -15,12 +15,12 @@ namespace mm {
 
 namespace {
 
-constexpr int64_t LONGEST = 1 << 24;  // a side, in pixels: products of two sides and a few bytes fit int64
+constexpr int64_t LONGEST = 1 << 24;  // longest side, in pixels: products of two sides and a few bytes fit int64
 
-int64_t up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// Bicubic with a = -1/2 (Keys 1981), in the order of operations that each library has; its sums and
-// divisions are done in double in the same order too, so that every weight rounds to the same integer.
+// Bicubic with a = -1/2 (Keys 1981), in each library's order of operations. Its sums and divisions are also done
+// in double and in the same order, so that every weight rounds to the same integer.
 double cubic_pillow(double x) {
     constexpr double a = -0.5;
     x = std::abs(x);
@@ -42,21 +42,21 @@ struct Free {
 };
 using Memory = std::unique_ptr<uint8_t, Free>;
 
-Memory memory(int64_t bytes) {
+Memory allocate(int64_t bytes) {
     return Memory(static_cast<uint8_t*>(std::calloc(static_cast<size_t>(bytes), 1)));
 }
 
-// An axis with the memory that it lies in.
+// An axis that owns its memory.
 struct OwnedAxis : Axis {
     Memory owner;
 
-    // False: out of memory.
+    // Compute the weights. Returns false if out of memory.
     bool fill(int64_t from, int64_t to, int64_t arithmetic) {
         const double scale = static_cast<double>(from) / static_cast<double>(to);
         const double wider = std::max(scale, 1.0), support = 2.0 * wider, inverse = 1.0 / wider;
         pairs = (std::min(from, static_cast<int64_t>(std::ceil(support)) * 2 + 1) + 1) / 2;
         const int64_t taps = 2 * pairs;
-        owner = memory(to * (taps * 8 + pairs * 8 + 8));
+        owner = allocate(to * (taps * 8 + pairs * 8 + 8));
         if (!owner) return false;
         double* real = reinterpret_cast<double*>(owner.get());
         weights = reinterpret_cast<int32_t*>(real + to * taps);
@@ -82,7 +82,7 @@ struct OwnedAxis : Axis {
                 largest = std::max(largest, row[k]);
             }
         }
-        shift = 22;  // of 32 bits, 8 are the pixel's and 2 are for sums that overshoot
+        shift = 22;  // of 32 bits, 8 are for the pixel and 2 for sums that overshoot
         if (arithmetic == mm_torch) {
             shift = 0;
             while (shift < 22 && static_cast<int>(0.5 + largest * (1 << (shift + 1))) < 1 << 15) shift++;
@@ -120,12 +120,12 @@ const Level* level_of(int64_t index) {
     return index < count ? levels[index] : nullptr;
 }
 
-bool sides(std::initializer_list<int64_t> values) {
+bool valid_sides(std::initializer_list<int64_t> values) {
     return std::all_of(values.begin(), values.end(), [](int64_t v) { return v > 0 && v <= LONGEST; });
 }
 
-// Whether every pixel lies in the buffer.
-bool inside(const mm_pixels& p) {
+// Return whether every pixel is inside the buffer.
+bool in_buffer(const mm_pixels& p) {
     int64_t low = p.first, high = p.first;
     for (auto [stride, count] : {std::pair(p.row_stride, p.height), std::pair(p.pixel_stride, p.width)}) {
         int64_t span;
@@ -138,14 +138,15 @@ bool inside(const mm_pixels& p) {
 
 }  // namespace
 
-Layout::Layout(const mm_cut_request& cut, const Axis* across, const Axis* down, int64_t together) {
-    ring_stride = up(cut.content_width * 3 + 16, 256);  // room for whole vectors
-    ring_rows = !across && !down ? 0 : (down ? 2 * down->pairs : 1) + together;
-    plane = up(cut.canvas_width, 64);
-    columns = 0;  // one more, for a pair of which only the first is there
-    ring = columns + std::max(ring_stride, up((cut.pixels.width + 1) * (together * 3 + 16), 64));
+Layout::Layout(const mm_patchify_request& request, const Axis* horizontal, const Axis* vertical,
+               int64_t rows_per_pass) {
+    ring_stride = round_up(request.content_width * 3 + 16, 256);  // padded to whole vectors
+    ring_rows = !horizontal && !vertical ? 0 : (vertical ? 2 * vertical->pairs : 1) + rows_per_pass;
+    plane = round_up(request.canvas_width, 64);
+    columns = 0;  // one column more, for a pair without a second one
+    ring = columns + std::max(ring_stride, round_up((request.pixels.width + 1) * (rows_per_pass * 3 + 16), 64));
     lines = ring + ring_rows * ring_stride;
-    rows = lines + cut.patch * cut.merge * 3 * plane;
+    rows = lines + request.patch * request.merge * 3 * plane;
     total = rows + ring_rows * static_cast<int64_t>(sizeof(uint8_t*));
 }
 
@@ -158,54 +159,55 @@ const char* mm_level(int64_t index) {
     return level ? level->name : nullptr;
 }
 
-int64_t mm_interface(void) { return 1; }
+int64_t mm_interface(void) { return 2; }
 
-const char* mm_cut(const mm_cut_request* request) {
-    if (!request) return "no request";
-    mm_cut_request cut = *request;
-    mm_pixels& p = cut.pixels;
-    if (!sides({p.width, p.height, cut.content_width, cut.content_height, cut.canvas_width, cut.canvas_height,
-                cut.patch, cut.merge}))
+const char* mm_resize_and_patchify(const mm_patchify_request* given) {
+    if (!given) return "no request";
+    mm_patchify_request request = *given;
+    mm_pixels& p = request.pixels;
+    if (!valid_sides({p.width, p.height, request.content_width, request.content_height, request.canvas_width,
+                      request.canvas_height, request.patch, request.merge}))
         return "sides must be 1 to 2^24";
     if (p.channels != 3 && p.channels != 4) return "pixels must have 3 or 4 channels";
-    if (!p.buffer || !inside(p)) return "the pixels must lie in their buffer";
-    if (cut.arithmetic != mm_pillow && cut.arithmetic != mm_torch) return "unknown arithmetic";
-    if (cut.fill < 0 || cut.fill > 255) return "fill must be 0 to 255";
-    if (cut.left < 0 || cut.left > cut.canvas_width - cut.content_width || cut.top < 0 ||
-        cut.top > cut.canvas_height - cut.content_height)
+    if (!p.buffer || !in_buffer(p)) return "the pixels must lie in their buffer";
+    if (request.arithmetic != mm_pillow && request.arithmetic != mm_torch) return "unknown arithmetic";
+    if (request.fill < 0 || request.fill > 255) return "fill must be 0 to 255";
+    if (request.left < 0 || request.left > request.canvas_width - request.content_width || request.top < 0 ||
+        request.top > request.canvas_height - request.content_height)
         return "the content must lie on the canvas";
-    if (cut.patch * cut.merge > LONGEST || cut.canvas_width % (cut.patch * cut.merge) ||
-        cut.canvas_height % (cut.patch * cut.merge))
+    if (request.patch * request.merge > LONGEST || request.canvas_width % (request.patch * request.merge) ||
+        request.canvas_height % (request.patch * request.merge))
         return "the canvas must be whole blocks of patches";
-    if (!cut.out || cut.out_bytes != 3 * cut.canvas_width * cut.canvas_height)
+    if (!request.out || request.out_bytes != 3 * request.canvas_width * request.canvas_height)
         return "out must hold three bytes for each pixel of the canvas";
-    const Level* level = level_of(cut.level);
+    const Level* level = level_of(request.level);
     if (!level) return "this CPU has no such instruction set";
-    if (p.width == 1) p.pixel_stride = p.channels;  // of one there is no distance
+    if (p.width == 1) p.pixel_stride = p.channels;  // a single column or row may have any stride
     if (p.height == 1) p.row_stride = p.channels;
 
-    OwnedAxis across, down;
-    const bool resize_across = cut.content_width != p.width, resize_down = cut.content_height != p.height;
-    if ((resize_across && !across.fill(p.width, cut.content_width, cut.arithmetic)) ||
-        (resize_down && !down.fill(p.height, cut.content_height, cut.arithmetic)))
+    OwnedAxis horizontal, vertical;
+    const bool resize_horizontally = request.content_width != p.width;
+    const bool resize_vertically = request.content_height != p.height;
+    if ((resize_horizontally && !horizontal.fill(p.width, request.content_width, request.arithmetic)) ||
+        (resize_vertically && !vertical.fill(p.height, request.content_height, request.arithmetic)))
         return "out of memory";
-    const Axis *x = resize_across ? &across : nullptr, *y = resize_down ? &down : nullptr;
-    const Memory scratch = memory(Layout(cut, x, y, level->rows).total);
+    const Axis *x = resize_horizontally ? &horizontal : nullptr, *y = resize_vertically ? &vertical : nullptr;
+    const Memory scratch = allocate(Layout(request, x, y, level->rows_per_pass).total);
     if (!scratch) return "out of memory";
-    level->cut(cut, x, y, scratch.get());
+    level->resize_and_patchify(request, x, y, scratch.get());
     return nullptr;
 }
 
 const char* mm_unfilter(const uint8_t* data, int64_t data_bytes, int64_t height, int64_t row_bytes,
                         int64_t pixel_bytes, uint8_t* out, int64_t out_bytes, int64_t index) {
     if (height < 1 || height > INT32_MAX || row_bytes < 1 || row_bytes > int64_t{8} * INT32_MAX)
-        return "a picture has 1 to 2^31 - 1 rows and columns";
+        return "an image must have 1 to 2^31 - 1 rows and columns";
     if (pixel_bytes < 1 || pixel_bytes > 8) return "pixels must have 1 to 8 bytes";
     int64_t size;
-    if (__builtin_mul_overflow(height, row_bytes + 1, &size)) return "a picture larger than any memory";
-    if (!data || data_bytes != size) return "data must hold every row and its filter's number";
+    if (__builtin_mul_overflow(height, row_bytes + 1, &size)) return "the image must fit the address space";
+    if (!data || data_bytes != size) return "data must hold every row and its filter type";
     if (!out || out_bytes != size - height) return "out must hold every row";
     const Level* level = level_of(index);
     if (!level) return "this CPU has no such instruction set";
-    return level->unfilter(data, height, row_bytes, pixel_bytes, out) ? nullptr : "unknown filter";
+    return level->unfilter(data, height, row_bytes, pixel_bytes, out) ? nullptr : "unknown filter type";
 }

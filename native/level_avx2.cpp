@@ -23,18 +23,18 @@ typedef __m256i Ints, Pairs;
 
 #include "x86.h"
 
-inline Ints all(int32_t value) { return _mm256_set1_epi32(value); }
+inline Ints broadcast(int32_t value) { return _mm256_set1_epi32(value); }
 
-inline Pairs zip(const uint8_t* a, const uint8_t* b) {
+inline Pairs interleave(const uint8_t* a, const uint8_t* b) {
     return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(a)),
                                                   _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b))));
 }
 
-inline Ints dot(Ints sum, Pairs pairs, int32_t weights) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, all(weights)));
+inline Ints dot_add(Ints sum, Pairs pairs, int32_t weights) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, broadcast(weights)));
 }
 
-inline Ints shifted(Ints sum, Ints low, int by) { return _mm256_add_epi32(_mm256_slli_epi32(sum, by), low); }
+inline Ints shift_add(Ints sum, Ints low, int by) { return _mm256_add_epi32(_mm256_slli_epi32(sum, by), low); }
 
 inline void narrow(Ints sum, int shift, uint8_t* to) {
     sum = _mm256_srai_epi32(sum, shift);
@@ -46,7 +46,7 @@ inline void narrow(Ints sum, int shift, uint8_t* to) {
 
 }  // namespace level_avx2
 
-const Level avx2 = {"avx2", level_avx2::ROWS, level_avx2::cut, level_avx2::unfilter};
+const Level avx2 = {"avx2", level_avx2::ROWS, level_avx2::resize_and_patchify, level_avx2::unfilter};
 
 }  // namespace mm
 

@@ -1,4 +1,4 @@
-// The kernels for x86-64 CPUs with AVX-512 as of Ice Lake and Zen 4.
+// The kernels for x86-64 CPUs with the AVX-512 extensions of Ice Lake and Zen 4.
 
 #if defined(__x86_64__)
 
@@ -23,17 +23,19 @@ typedef __m512i Ints, Pairs;
 
 #include "x86.h"
 
-inline Ints all(int32_t value) { return _mm512_set1_epi32(value); }
+inline Ints broadcast(int32_t value) { return _mm512_set1_epi32(value); }
 
-inline Pairs zip(const uint8_t* a, const uint8_t* b) {
+inline Pairs interleave(const uint8_t* a, const uint8_t* b) {
     const __m512i low = _mm512_cvtepu8_epi32(load(a));
     const __m512i high = _mm512_cvtepu8_epi32(load(b));
     return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
 }
 
-inline Ints dot(Ints sum, Pairs pairs, int32_t weights) { return _mm512_dpwssd_epi32(sum, pairs, all(weights)); }
+inline Ints dot_add(Ints sum, Pairs pairs, int32_t weights) {
+    return _mm512_dpwssd_epi32(sum, pairs, broadcast(weights));
+}
 
-inline Ints shifted(Ints sum, Ints low, int by) { return _mm512_add_epi32(_mm512_slli_epi32(sum, by), low); }
+inline Ints shift_add(Ints sum, Ints low, int by) { return _mm512_add_epi32(_mm512_slli_epi32(sum, by), low); }
 
 inline void narrow(Ints sum, int shift, uint8_t* to) {
     sum = _mm512_max_epi32(_mm512_srai_epi32(sum, shift), _mm512_setzero_si512());
@@ -44,7 +46,7 @@ inline void narrow(Ints sum, int shift, uint8_t* to) {
 
 }  // namespace level_avx512
 
-const Level avx512 = {"avx512", level_avx512::ROWS, level_avx512::cut, level_avx512::unfilter};
+const Level avx512 = {"avx512", level_avx512::ROWS, level_avx512::resize_and_patchify, level_avx512::unfilter};
 
 }  // namespace mm
 

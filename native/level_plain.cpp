@@ -8,32 +8,32 @@
 namespace mm {
 namespace level_plain {
 
-// In loops of known length, of which compilers make what vectors the machine has.
+// Loops of constant length, which compilers vectorise for the target machine.
 constexpr int LANES = 16, VECTORS = 3;
 
 struct Ints {
-    uint32_t v[LANES];  // of int32: parts of a sum may wrap, the whole does not
+    uint32_t v[LANES];  // int32 values: partial sums may wrap, the total does not
 };
 struct Pairs {
     const uint8_t *a, *b;
 };
 
-inline Ints all(int32_t value) {
-    Ints all;
-    for (int i = 0; i < LANES; i++) all.v[i] = static_cast<uint32_t>(value);
-    return all;
+inline Ints broadcast(int32_t value) {
+    Ints result;
+    for (int i = 0; i < LANES; i++) result.v[i] = static_cast<uint32_t>(value);
+    return result;
 }
 
-inline Pairs zip(const uint8_t* a, const uint8_t* b) { return {a, b}; }
+inline Pairs interleave(const uint8_t* a, const uint8_t* b) { return {a, b}; }
 
-inline Ints dot(Ints sum, Pairs pairs, int32_t weights) {
+inline Ints dot_add(Ints sum, Pairs pairs, int32_t weights) {
     const int16_t first = static_cast<int16_t>(weights), second = static_cast<int16_t>(weights >> 16);
     for (int i = 0; i < LANES; i++)
         sum.v[i] += static_cast<uint32_t>(int16_t{pairs.a[i]} * first + int16_t{pairs.b[i]} * second);
     return sum;
 }
 
-inline Ints shifted(Ints sum, Ints low, int by) {
+inline Ints shift_add(Ints sum, Ints low, int by) {
     for (int i = 0; i < LANES; i++) low.v[i] += sum.v[i] << by;
     return low;
 }
@@ -45,7 +45,7 @@ inline void narrow(Ints sum, int shift, uint8_t* to) {
     }
 }
 
-inline void turn(const uint8_t* const from[4], uint8_t* const to[4]) {
+inline void transpose(const uint8_t* const from[4], uint8_t* const to[4]) {
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) std::memcpy(to[j] + i * 3, from[i] + j * 3, 3);
 }
@@ -75,6 +75,6 @@ struct Pixel {
 
 }  // namespace level_plain
 
-const Level plain = {"plain", level_plain::ROWS, level_plain::cut, level_plain::unfilter};
+const Level plain = {"plain", level_plain::ROWS, level_plain::resize_and_patchify, level_plain::unfilter};
 
 }  // namespace mm

@@ -1,10 +1,10 @@
-// What both x86-64 levels do with vectors of 128 bits; included inside their namespaces.
+// Operations of both x86-64 levels on vectors of 128 bits; included inside their namespaces.
 
 inline __m128i load(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 
 inline void store(__m128i bytes, uint8_t* to) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes); }
 
-inline void turn(const uint8_t* const from[4], uint8_t* const to[4]) {
+inline void transpose(const uint8_t* const from[4], uint8_t* const to[4]) {
     const __m128i loose = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
     const __m128i tight = _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1);
     __m128i rows[4];
@@ -17,7 +17,7 @@ inline void turn(const uint8_t* const from[4], uint8_t* const to[4]) {
     store(_mm_shuffle_epi8(_mm_unpackhi_epi64(b, d), tight), to[3]);
 }
 
-// Four channels in 16 bits each.
+// Four channels of 16 bits each.
 struct Pixel {
     __m128i v;
 
@@ -32,7 +32,7 @@ struct Pixel {
         std::memcpy(to, &bytes, 4);
     }
 
-    Pixel plus(Pixel other) const {  // as bytes
+    Pixel plus(Pixel other) const {  // modulo 256, as bytes
         return {_mm_add_epi8(v, other.v)};
     }
 

@@ -1,10 +1,10 @@
-"""Checks of the installed mm_encoder, for whoever qualifies an engine image or a machine:
+"""Checks of the installed mm_encoder, to qualify an engine image or a machine:
 
     python -I -m pytest smoke [--checkpoint DIR] [--device cpu|cuda|cuda:N]
                               [--import-engine vllm|sglang|tensorrt_llm]
 
-`-I` keeps the current directory off the path, so that the package is the installed one even where a clone
-lies beside this folder. Needs pytest, Torch, NumPy and Pillow. The folder may be copied anywhere.
+`-I` keeps the current directory off the path, so that the installed package is imported even in a clone.
+Needs pytest, Torch, NumPy and Pillow. The folder may be copied anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mm_encoder import Encoder
 
-# Torch and mm_encoder are imported inside functions: an engine comes first, as in a serving process.
+# Torch and mm_encoder are imported inside functions: an engine is imported first, as in a serving process.
 
 ENGINES = ("vllm", "sglang", "tensorrt_llm")
 DEVICE = pytest.StashKey["torch.device"]()
@@ -46,8 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | pytest.ExitCode | None:
-    # When pytest looks for settings and fixtures it does not know yet that --checkpoint takes a folder, and
-    # takes those around that folder too. Written as one argument it cannot be mistaken for a place of tests.
+    # pytest looks for settings and conftest files before it knows that --checkpoint takes a value, and would
+    # treat the folder as a place of tests. In the form --checkpoint=DIR it does not.
     args = config.invocation_params.args
     if "--checkpoint" not in args:
         return None
@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _import_engine(name: str | None) -> str:
-    """Import it, and return its name and version; a failure ends the run and is never a skip."""
+    """Import an engine and return its name and version. A failure ends the run; it is never a skip."""
     if name is None:
         return "none imported"
     before = [other for other in ("torch", "mm_encoder") if other in sys.modules]
@@ -74,7 +74,7 @@ def _import_engine(name: str | None) -> str:
     try:
         module = importlib.import_module(name)
         if module.__file__ is None:
-            raise ImportError("there is only a folder of that name, without a package in it")
+            raise ImportError("there is only a folder of that name, which is not a package")
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         raise pytest.UsageError(
@@ -117,7 +117,7 @@ def _header(device: torch.device, checkpoint: Path | None, engine: str) -> dict[
 
 
 def _dtypes(device: torch.device) -> Iterator[str]:
-    """Names of the dtypes in which this device multiplies matrices."""
+    """Yield the names of the dtypes in which this device multiplies matrices."""
     import torch
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -149,14 +149,14 @@ class Row:
 
 
 class Table:
-    """Collects what became of each check, and prints it."""
+    """Collects the outcome of each check and prints a table."""
 
     def __init__(self, header: dict[str, str]) -> None:
         self._header = header
         self._rows: dict[str, Row] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for a check's setup, its call and its teardown: the worst of the three counts."""
+        """Record a phase of a check: setup, call or teardown. The worst of the three counts."""
         row = self._rows.setdefault(_in_words(report.nodeid), Row())
         row.seconds += report.duration
         if report.failed:
@@ -171,7 +171,7 @@ class Table:
             row.remark = ", ".join(f"{name} {value}" for name, value in report.user_properties)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """The table: what was checked, on what."""
+        """Print the environment and the checks."""
         write = terminalreporter.write_line
         terminalreporter.section("smoke")
         for name, value in self._header.items():
@@ -183,12 +183,12 @@ class Table:
 
 
 def _in_words(nodeid: str) -> str:
-    """`test_x.py::test_it_works[so]` -> `it works (so)`."""
+    """Convert `test_x.py::test_it_works[so]` to `it works (so)`."""
     name = nodeid.split("::", 1)[-1].removeprefix("test_").replace("_", " ")
     return name.replace("[", " (").replace("]", ")")
 
 
-# --- what the checks share ---------------------------------------------------------------------------
+# --- fixtures ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -208,7 +208,7 @@ def checkpoint(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def images() -> list[bytes]:
-    """Four pictures of different sizes and kinds, the same in every run."""
+    """Four images of different sizes and formats, the same in every run."""
     kinds = [("JPEG", 320, 240), ("PNG", 200, 300), ("JPEG", 224, 224), ("PNG", 97, 61)]
     files = []
     for seed, (kind, width, height) in enumerate(kinds):
@@ -221,7 +221,7 @@ def images() -> list[bytes]:
 
 @pytest.fixture(scope="session")
 def encoder(checkpoint: Path, device: torch.device) -> Iterator[Encoder]:
-    """One replica with the defaults."""
+    """An encoder with default settings: one replica."""
     from mm_encoder import Encoder
 
     with Encoder(checkpoint, device=device) as encoder:
@@ -230,5 +230,5 @@ def encoder(checkpoint: Path, device: torch.device) -> Iterator[Encoder]:
 
 @pytest.fixture(scope="session")
 def expected(encoder: Encoder, images: list[bytes]) -> list[torch.Tensor]:
-    """The rows of `images`, encoded one after the other, as copies on the CPU."""
+    """The rows of `images`, encoded sequentially, as copies on the CPU."""
     return [encoder.generate(image)[0].tensor.to("cpu", copy=True) for image in images]

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Everything there is to check on a machine with a GPU, in one go: smoke, the tests that need a GPU, the
-# benchmarks. A part that fails does not stop the next; the exit code is 1 if any failed.
+# Runs all checks for a machine with a GPU: smoke, the tests that need a GPU, and benchmarks. If a part fails,
+# the others still run; the exit code is 1 if any part failed.
 #
 #   smoke/device_check.sh [WHEELHOUSE]
 #
-# It needs a Python with Torch and pytest, and no network. If `import mm_encoder` fails there, what is
-# missing is installed from WHEELHOUSE (a folder of wheels; Torch is never touched); without one, or if that
-# does not help, this repository is put on PYTHONPATH, and smoke runs without -I.
+# Needs a Python with Torch and pytest, and no network. If `import mm_encoder` fails, the missing packages are
+# installed from WHEELHOUSE (a folder of wheels; Torch is never replaced). Without a WHEELHOUSE, or if the import
+# still fails, this repository is added to PYTHONPATH, and smoke runs without -I.
 #
 #   PYTHON   the Python to use (python3)
-#   OUT      folder for each part's output (device_check_out)
-#   DEVICE   cuda, cuda:N, or cpu to try this script out: the tests that need a GPU are then left out (cuda)
+#   OUT      folder for the output of each part (device_check_out)
+#   DEVICE   cuda, cuda:N, or cpu to try this script: the tests that need a GPU are then skipped (cuda)
 #   TABLES   benchmarks to run (overhead tower plan)
-#   LIMIT    seconds that one part may take (600)
+#   LIMIT    time limit of a part, in seconds (600)
 set -u
 
 python=${PYTHON:-python3}
@@ -27,27 +27,27 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 works() { "$python" "$@" >"$out/import.txt" 2>&1; }
 
 if ! works -I -c 'import mm_encoder' && [ -n "$wheelhouse" ]; then
-  echo "mm_encoder cannot be imported: installing what is missing from $wheelhouse"
+  echo "mm_encoder cannot be imported: installing the missing packages from $wheelhouse"
   for pair in numpy:numpy PIL:pillow simplejpeg:simplejpeg safetensors:safetensors filelock:filelock xxhash:xxhash isal:isal \
       pytest:pytest mm_encoder:mm-encoder; do
     works -I -c "import ${pair%%:*}" && continue
     nodeps=()
-    [ "$pair" = mm_encoder:mm-encoder ] && nodeps=(--no-deps) # or it would look for Torch
+    [ "$pair" = mm_encoder:mm-encoder ] && nodeps=(--no-deps) # otherwise pip would look for Torch
     "$python" -m pip install --no-index --find-links "$wheelhouse" "${nodeps[@]}" "${pair#*:}"
   done
 fi
 isolated=(-I)
 if ! works -I -c 'import mm_encoder'; then
-  echo "no installed mm_encoder can be imported: this repository is put on PYTHONPATH, smoke runs without -I"
+  echo "mm_encoder is not installed: adding this repository to PYTHONPATH, smoke runs without -I"
   isolated=()
   export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-  works -c 'import mm_encoder' || { echo "that cannot be imported either:"; tail -n 1 "$out/import.txt"; }
+  works -c 'import mm_encoder' || { echo "the import fails from the repository too:"; tail -n 1 "$out/import.txt"; }
 fi
 
 summary=()
 failed=0
 
-part() { # NAME COMMAND...: run it, keep its output, go on
+part() { # NAME COMMAND...: run the command, save its output, continue after a failure
   local name=$1 start=$SECONDS code result
   shift
   echo "== $name: $*"
@@ -65,7 +65,7 @@ part() { # NAME COMMAND...: run it, keep its output, go on
 
 part smoke "$python" "${isolated[@]}" -m pytest smoke --device "$device"
 
-# Only the files with such tests: the others may need packages that are not on this machine.
+# Only the files with such tests: others may need packages that are missing on this machine.
 mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.needs_cuda' tests)
 if [ "$device" = cpu ]; then
   summary+=("$(printf '%-20s %s' gpu-tests 'left out (DEVICE=cpu)')")

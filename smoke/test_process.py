@@ -14,7 +14,7 @@ from mm_encoder import Encoder
 
 
 def state(device: torch.device) -> dict[str, object]:
-    """What a library must not change behind its host's back."""
+    """Return the process-wide settings that a library must not change."""
     found: dict[str, object] = {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),

@@ -1,4 +1,4 @@
-"""The rows: what they hold, whom they belong to, and that neither company nor bad pictures change them."""
+"""The rows: their values, their ownership, and that neither concurrency nor bad images change them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils.dlpack import from_dlpack
 
 from mm_encoder import Encoder, EncoderClosedError, MediaError, MediaPlanner, PlanMismatchError
 
-# bfloat16 keeps 8 bits of each number. At the released depth of GLM-5.3 (24 layers, random weights) that
-# leaves every row above 0.9995, and real weights may do somewhat worse. Rows of different pictures, or of
-# a tower that was loaded wrongly, are below 0.8.
+# bfloat16 has 8 bits of precision. At the released depth of GLM-5.3 (24 layers, random weights) every row is
+# above 0.9995; real weights may be somewhat worse. Rows of different images, or of a tower that was loaded
+# wrongly, are below 0.8.
 COSINE = 0.99
 
 
 def rows_in(dtype: torch.dtype, checkpoint: Path, device: torch.device, images: list[bytes]) -> torch.Tensor:
-    """All rows of `images` from a tower in `dtype`, checked, as float32 on the CPU."""
+    """Return all rows of `images` from a tower in `dtype`, checked, as float32 on the CPU."""
     with Encoder(checkpoint, device=device, dtype=dtype) as encoder:
         results = encoder.generate(images)
         assert len(results) == len(images)
@@ -103,7 +103,7 @@ def test_results_outlive_the_encoder(
         encoder.generate(images[0])
     del encoder
     gc.collect()
-    # What the encoder gave back may now be used, and overwritten, by others.
+    # The memory that the encoder has freed may now be reused and overwritten.
     torch.cuda.empty_cache()
     others = [torch.full_like(rows, 7) for rows, _ in results for _ in range(4)]
     for (rows, _), wanted in zip(results, expected, strict=True):

@@ -1,12 +1,12 @@
-"""Streams, memory and their order on a GPU; skipped on the CPU. Not yet run on a GPU: written from the
+"""Streams, memory and their ordering on a GPU; skipped on the CPU. Not yet run on a GPU: written from the
 documentation of `torch.cuda`.
 
-A stream is held up with `torch.cuda._sleep`, a kernel that spins: what is enqueued behind it happens late,
-for certain and not by luck. Each check of an order has a control: the same without the call that keeps the
-order must read wrong rows, or the check would show nothing.
+`torch.cuda._sleep`, a kernel that spins, delays a stream, so that work enqueued behind it reliably happens
+late. Each check of an ordering has a control: without the call that ensures the order, it must read wrong
+rows; otherwise the check would prove nothing.
 """
 
-# Torch leaves what makes a stream or an event, and `_sleep`, without types.
+# Torch has no types for the constructors of streams and events, and for `_sleep`.
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def _needs_a_gpu(device: torch.device) -> None:
 
 @pytest.fixture
 def noise() -> list[np.ndarray[Any, Any]]:
-    """Ten pictures of one size and nothing else in common: the results of one fit where another's were."""
+    """Ten different images of one size: the result of each fits the memory that another's has freed."""
     random = np.random.default_rng(0)
     return [random.integers(0, 256, (224, 224, 3), np.uint8) for _ in range(10)]
 
 
 def cycles(seconds: float, device: torch.device) -> int:
-    """What to pass to `_sleep` to hold a stream of `device` for about `seconds`."""
+    """Return the argument of `_sleep` that delays a stream of `device` for about `seconds`."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     sample = 10_000_000
     with torch.cuda.device(device):
@@ -54,7 +54,7 @@ def cycles(seconds: float, device: torch.device) -> int:
 
 
 def watch_uploads(monkeypatch: pytest.MonkeyPatch, first: Callable[[], object]) -> None:
-    """Call `first` before every upload: in a replica's thread, where the lane's stream is the current one."""
+    """Call `first` before every upload, in the replica's thread, where the lane's stream is current."""
     upload: Upload = CudaLane.upload
 
     def watched(lane: CudaLane, host: torch.Tensor) -> torch.Tensor:
@@ -88,14 +88,14 @@ def test_rows_are_computed_on_a_stream_of_the_priority_reported(
 def read_late(
     encoder: Encoder, pictures: list[np.ndarray[Any, Any]], consumer: torch.cuda.Stream, hold: int
 ) -> tuple[torch.Tensor, bool]:
-    """What `consumer` reads of the first picture's rows when it comes to that only after the caller has
-    dropped them and had the other pictures encoded, and whether it really came to it as late as that.
+    """Return what `consumer` reads of the first image's rows if it reads them only after the caller has
+    dropped them and encoded the other images; and whether it really read as late as that.
     """
     with torch.cuda.device(encoder.device), torch.cuda.stream(consumer):
         rows = encoder.generate(pictures[0])[0].tensor
         read = torch.empty_like(rows)
         torch.cuda._sleep(hold)
-        read.copy_(rows)  # enqueued now, done when `consumer` is let go
+        read.copy_(rows)  # enqueued now, executed after the delay
     del rows
     for picture in pictures[1:]:
         encoder.generate(picture)
@@ -107,16 +107,16 @@ def read_late(
 def rounds_read_late(
     checkpoint: Path, device: torch.device, pictures: list[np.ndarray[Any, Any]]
 ) -> list[bool]:
-    """For each round in which the consumer read late: whether it read the right rows."""
+    """Return, for each round in which the consumer read late, whether it read the right rows."""
     with Encoder(checkpoint, device=device) as encoder:
-        # Several results alive at once, so that later rounds find memory and need not ask the driver,
-        # which may wait for the device.
+        # Several results at once, so that later rounds find cached memory: an allocation by the driver may
+        # wait for the device.
         wanted = encoder.generate(pictures)[0].tensor.cpu()
         begin = time.perf_counter()
         for picture in pictures[1:]:
             encoder.generate(picture)
         hold = cycles(3 * (time.perf_counter() - begin) + 0.2, device)
-        # One stream for all rounds: Torch hands out 32 in turn, and the lane has one of them.
+        # One stream for all rounds: Torch cycles through 32 streams, and the lane has one of them.
         consumer = torch.cuda.Stream(device)
         outcomes = []
         for _ in range(ROUNDS):
@@ -126,7 +126,7 @@ def rounds_read_late(
             else:
                 hold *= 2
     assert outcomes, (
-        "the consumer's stream was never held to the end: streams do not run side by side here "
+        "the consumer's stream was never delayed long enough: streams do not run concurrently here "
         "(is CUDA_LAUNCH_BLOCKING or CUDA_DEVICE_MAX_CONNECTIONS=1 set?)"
     )
     return outcomes
@@ -154,8 +154,9 @@ def read_at_once(
     pictures: list[np.ndarray[Any, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[list[bool], list[bool]]:
-    """With handoff="stream" and a lane that is held up before every image, for each picture: whether its
-    consumer, who reads without waiting, gets the right rows; and whether the host was back before them.
+    """Encode with handoff="stream" and a lane that is delayed before every image. Return two lists, per
+    image: whether a consumer that reads without waiting gets the right rows, and whether `generate` returned
+    before the rows were computed.
     """
     with Encoder(checkpoint, device=device) as encoder:
         wanted = [result.tensor.cpu() for result in encoder.generate(pictures)]
@@ -204,7 +205,7 @@ def test_an_image_that_does_not_fit_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        # More than any GPU has, so the allocator's own error comes, in a replica's thread.
+        # More memory than any GPU has: the allocator itself raises, in a replica's thread.
         watch_uploads(patch, lambda: torch.empty(1 << 50, dtype=torch.uint8, device=device))
         with pytest.raises(DeviceOutOfMemoryError):
             encoder.generate(images[0])

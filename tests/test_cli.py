@@ -132,13 +132,13 @@ def test_without_a_device_it_finds_one(tmp_path: Path, glm53_checkpoint: Path) -
     assert rows.dtype == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
 
 
-def test_a_picture_is_drawn(tmp_path: Path, glm53_checkpoint: Path) -> None:
+def test_a_preview_is_drawn(tmp_path: Path, glm53_checkpoint: Path) -> None:
     images = [picture(tmp_path / "in" / f"{i}.png", 60 + 50 * i, 40) for i in range(3)]
     drawn = tmp_path / "new" / "drawn.png"
     out = tmp_path / "new" / "rows.safetensors"
-    done = call("encode", glm53_checkpoint, *images, "--out", out, "--picture", drawn, "--device", "cpu")
+    done = call("encode", glm53_checkpoint, *images, "--out", out, "--preview", drawn, "--device", "cpu")
     assert (done.exit_code, done.stderr) == (0, "")
-    assert f"picture: {drawn}" in done.stdout
+    assert f"preview: {drawn}" in done.stdout
     with Image.open(drawn) as opened:
         assert opened.size[0] == 1440
         colours = opened.getcolors(10**6)
@@ -147,10 +147,10 @@ def test_a_picture_is_drawn(tmp_path: Path, glm53_checkpoint: Path) -> None:
     assert sorted(p.name for p in drawn.parent.iterdir()) == ["drawn.png", "rows.safetensors"]
 
 
-def test_a_picture_of_faults_alone_is_not_drawn(tmp_path: Path, glm53_checkpoint: Path) -> None:
+def test_no_preview_is_drawn_if_every_image_failed(tmp_path: Path, glm53_checkpoint: Path) -> None:
     out, drawn = tmp_path / "o.safetensors", tmp_path / "o.png"
     done = call(
-        "encode", glm53_checkpoint, tmp_path / "gone.png", "--out", out, "--picture", drawn, "--device", "cpu"
+        "encode", glm53_checkpoint, tmp_path / "gone.png", "--out", out, "--preview", drawn, "--device", "cpu"
     )
     assert done.exit_code == 1
     assert "gone.png" in done.stderr
@@ -210,7 +210,7 @@ def test_odd_names_are_shown_as_they_are_and_harmless(tmp_path: Path, glm53_chec
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.png")).write_bytes((tmp_path / "-n.png").read_bytes())
     (tmp_path / "[blue]bad.png").write_bytes(b"not a picture")
     done = run(
-        *["encode", "--out", "o.safetensors", "--picture", "p.png", "--device", "cpu", "--"],
+        *["encode", "--out", "o.safetensors", "--preview", "p.png", "--device", "cpu", "--"],
         *[glm53_checkpoint, ".", "__metadata__"],
         cwd=tmp_path,
     )
@@ -295,8 +295,8 @@ def test_progress_is_for_terminals(tmp_path: Path, glm53_checkpoint: Path) -> No
         (["CHECKPOINT", "", "--out", "o.safetensors"], "no images"),
         (["CHECKPOINT", "IMAGE", "--out", "o.npz"], "must end in .safetensors"),
         (["CHECKPOINT", "IMAGE", "--out", "o"], "must end in .safetensors"),
-        (["CHECKPOINT", "IMAGE", "--out", "o.safetensors", "--picture", "o.jpg"], "must end in .png"),
-        (["CHECKPOINT", "IMAGE", "--out", "o.safetensors", "--picture", "IMAGE"], "one of the images"),
+        (["CHECKPOINT", "IMAGE", "--out", "o.safetensors", "--preview", "o.jpg"], "must end in .png"),
+        (["CHECKPOINT", "IMAGE", "--out", "o.safetensors", "--preview", "IMAGE"], "one of the images"),
         (["CHECKPOINT", "IMAGE", "--out", "FOLDER.safetensors"], "is a folder"),
         (["CHECKPOINT", "IMAGE", "--out", "IMAGE/o.safetensors"], "exists"),
         (["CHECKPOINT", "IMAGE", "--out", "o.safetensors", "--device", "gpu"], "device must be"),
@@ -359,7 +359,7 @@ def test_encoding_leaves_the_process_as_it_was(tmp_path: Path, glm53_checkpoint:
         ]  # fmt: skip
 
     before = state()
-    options = ["--out", tmp_path / "o.safetensors", "--picture", tmp_path / "p.png", "--device", "cpu"]
+    options = ["--out", tmp_path / "o.safetensors", "--preview", tmp_path / "p.png", "--device", "cpu"]
     assert call("encode", glm53_checkpoint, picture(tmp_path / "a.png"), *options).exit_code == 0
     assert state() == before
 
@@ -374,7 +374,7 @@ def test_folders_are_taken_at_any_depth_and_files_whatever_their_name(tmp_path: 
         (folder / name).touch()
     plain = tmp_path / "plain"
     plain.touch()
-    inputs = files.expand([str(folder), str(plain)])
+    inputs = files.find_images([str(folder), str(plain)])
     expected = ["a.JpEg", "b/a.webp", "b/c.PNG", "b/deep/er/x.bmp", "y.gif", "z.jpg"]
     assert [item.key for item in inputs] == [*expected, plain.as_posix()]
     assert [item.path for item in inputs] == [*(folder / name for name in expected), plain]
@@ -389,7 +389,7 @@ def test_links_in_circles_pipes_and_links_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "nowhere.png").symlink_to(tmp_path / "gone")
     (tmp_path / "self.png").symlink_to(tmp_path / "self.png")
     os.mkfifo(tmp_path / "pipe.png")
-    keys = [item.key for item in files.expand([str(tmp_path)])]
+    keys = [item.key for item in files.find_images([str(tmp_path)])]
     assert keys == ["a.png", "link.png", "nowhere.png", "self.png"]
 
 
@@ -407,7 +407,7 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(
 
     monkeypatch.setattr(os, "scandir", refuse)  # root, as whom tests may run, reads everything
     with pytest.raises(PermissionError, match="locked"):
-        files.expand([str(tmp_path)])
+        files.find_images([str(tmp_path)])
 
 
 def test_keys_are_unique_and_the_same_file_counts_once(
@@ -417,7 +417,7 @@ def test_keys_are_unique_and_the_same_file_counts_once(
     for seed, name in enumerate(("one/x.png", "two/x.png", "x.png", "x.png#2")):
         picture(tmp_path / name, width=40 + seed)
     given = ["one", "two", "x.png", "./x.png", "x.png#2", "one"]
-    inputs = files.expand(given)
+    inputs = files.find_images(given)
     assert [(item.key, item.path.as_posix()) for item in inputs] == [
         ("x.png", "one/x.png"),
         ("x.png#2", "two/x.png"),
@@ -550,7 +550,7 @@ def check_demo(folder: Path, photos: int) -> None:
     assert len(tensors) == len(records) == photos
     assert {record["key"] for record in records} == set(tensors)
     assert all(bool(rows.isfinite().all()) for rows in tensors.values())
-    with Image.open(folder / "picture.png") as image:
+    with Image.open(folder / "preview.png") as image:
         image.load()
         assert image.width == 1440
     assert not any(path.name.endswith(".tmp") for path in folder.iterdir())
@@ -565,7 +565,7 @@ def test_demo_says_where_to_look_and_that_its_weights_are_random(
     assert (done.exit_code, done.stderr) == (0, "")
     folder = tmp_path / ".cache" / "mm-encoder" / "demo"
     assert f"embeddings: {folder / 'embeddings.safetensors'}" in done.stdout
-    assert f"picture: {folder / 'picture.png'}" in done.stdout
+    assert f"preview: {folder / 'preview.png'}" in done.stdout
     assert "weights are random" in done.stdout
     assert "astronaut.png" in done.stdout
     check_demo(folder, photos=len(list((folder / "photos").glob("*.*g"))))
@@ -604,11 +604,11 @@ def test_demo_in_a_folder_of_choice_and_not_in_somebody_s(
     assert list(load_file(tmp_path / "a" / "b" / "embeddings.safetensors")) == ["chelsea.png"]
     mine = tmp_path / "mine"
     mine.mkdir()
-    (mine / "picture.png").write_bytes(b"mine")
+    (mine / "preview.png").write_bytes(b"mine")
     done = call("demo", "--folder", mine, "--device", "cpu")
     assert done.exit_code == 2
     assert "holds other files" in done.stderr
-    assert [path.name for path in mine.iterdir()] == ["picture.png"]
+    assert [path.name for path in mine.iterdir()] == ["preview.png"]
 
 
 # what it is made of
@@ -634,7 +634,7 @@ def test_the_package_never_imports_what_only_the_command_needs() -> None:
 
 def test_help_names_every_option() -> None:
     text = CliRunner().invoke(build_app(), ["encode", "--help"], env={"COLUMNS": "200"}).stdout
-    for option in ("--out", "--picture", "--device", "--dtype", "--replicas", "--model", "--family"):
+    for option in ("--out", "--preview", "--device", "--dtype", "--replicas", "--model", "--family"):
         assert option in text
 
 

@@ -103,7 +103,7 @@ def test_the_second_run_is_all_from_disk_and_a_new_picture_is_computed(
     outs = [tmp_path / f"{number}.safetensors" for number in range(4)]
     drawn = tmp_path / "drawn.png"
     assert encode(glm53_checkpoint, images, outs[0], cache) == (0, 0, 3)
-    assert encode(glm53_checkpoint, images, outs[1], cache, "--picture", drawn) == (0, 3, 0)
+    assert encode(glm53_checkpoint, images, outs[1], cache, "--preview", drawn) == (0, 3, 0)
     assert drawn.is_file()
     picture(images / "3.png", seed=3)
     assert encode(glm53_checkpoint, images, outs[2], cache) == (0, 3, 1)

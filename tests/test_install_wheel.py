@@ -122,7 +122,7 @@ def test_none_that_fits_is_said_with_what_it_needs_and_what_there_is(
 
 def test_an_empty_folder_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert install_wheel.main([str(tmp_path)]) == 2
-    assert "there is no mm_encoder-*.whl in it" in capsys.readouterr().err
+    assert "the folder contains no mm_encoder-*.whl" in capsys.readouterr().err
 
 
 def test_two_that_fit_are_one_too_many(
@@ -130,7 +130,7 @@ def test_two_that_fit_are_one_too_many(
 ) -> None:
     two = [wheel(tmp_path, fitting(), tag).name for tag in ("manylinux_2_17_x86_64", "manylinux_2_28_x86_64")]
     assert install_wheel.main([str(tmp_path)]) == 2
-    assert f"2 wheels fit equally well; leave one of them: {', '.join(two)}\n" in capsys.readouterr().err
+    assert f"2 wheels fit equally well; keep only one of them: {', '.join(two)}\n" in capsys.readouterr().err
     assert pip == []
 
 
@@ -151,7 +151,7 @@ def test_a_pure_wheel_is_taken_where_that_is_allowed(
 ) -> None:
     wheel(tmp_path, fitting(**PURE), "any")
     assert install_wheel.main([str(tmp_path)]) == 2
-    assert "--allow-pure takes it" in capsys.readouterr().err
+    assert "allow it with --allow-pure" in capsys.readouterr().err
     assert install_wheel.main([str(tmp_path), "--allow-pure"]) == 0
     assert len(pip) == 1
 
@@ -184,7 +184,7 @@ def damage(path: Path, how: str) -> None:
     ("how", "reason"),
     [
         ("cut", "cannot be read: "),
-        ("changed", "damaged: 'mm_encoder/__init__.py' in it is not what was packed"),
+        ("changed", "damaged: the checksum of 'mm_encoder/__init__.py' is wrong"),
         ("lzma", "cannot be read: "),
         ("empty", "cannot be read: "),
         ("a folder", "cannot be read: "),
@@ -208,7 +208,7 @@ def test_a_wheel_that_says_nothing_is_listed_with_the_reason(
     wheel(tmp_path, fitting())
     assert install_wheel.main([str(tmp_path)]) == 0
     assert len(pip) == 1
-    assert (f"passed over {bad.name}: {reason}" in capsys.readouterr().err) == (how != "{}")
+    assert (f"skipped {bad.name}: {reason}" in capsys.readouterr().err) == (how != "{}")
 
 
 def test_a_failure_of_pip_and_wrong_usage_are_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +216,7 @@ def test_a_failure_of_pip_and_wrong_usage_are_1(tmp_path: Path, capsys: pytest.C
     folder.mkdir()
     wheel(folder, fitting())
     assert install_wheel.main([str(folder)]) == 1
-    assert "pip ended with status 3" in capsys.readouterr().err
+    assert "pip failed with exit status 3" in capsys.readouterr().err
     for arguments in ([], [str(tmp_path / "nowhere")], [str(tmp_path), "--unknown"]):
         with pytest.raises(SystemExit) as ended:
             install_wheel.main(arguments)
@@ -274,7 +274,7 @@ def built(tree: Path, **variables: str) -> tuple[Path, dict[str, Any], str]:
             if row[1]:
                 digest = base64.urlsafe_b64encode(hashlib.sha256(file.read(row[0])).digest())
                 assert row[1] == "sha256=" + digest.decode().rstrip("=")
-        assert json.loads(file.read("mm_encoder/_runtime.json")) == install_wheel.look_into(path).manifest
+        assert json.loads(file.read("mm_encoder/_runtime.json")) == install_wheel.read_wheel(path).manifest
         return path, json.loads(file.read("mm_encoder/_runtime.json")), run.stderr
 
 

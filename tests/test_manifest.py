@@ -78,7 +78,7 @@ def test_a_fitting_manifest_has_nothing_against_it(manifest: dict[str, Any]) -> 
         (RANGE | {"machine": None}, ("machine", "?", "x86_64")),
         (RANGE | {"machine": "x86\x1b[31m"}, ("machine", "'x86\\x1b[31m'", "x86_64")),
         (RANGE | {"native": "yes"}, ("native", "yes", "must be true or false")),
-        (RANGE | {"format": 2}, ("format", "2", "1, the only one known here")),
+        (RANGE | {"format": 2}, ("format", "2", "1, the only one supported here")),
     ],
 )
 def test_a_field_that_differs_is_told_as_built_and_as_here(

@@ -31,8 +31,8 @@ from mm_encoder.contract import ImageSize, Plan
 from mm_encoder.errors import MediaDecodeError
 from mm_encoder.families.registry import load_family
 from mm_encoder.media import png
-from mm_encoder.media.geometry import place, resize_bicubic_pillow, resize_bicubic_torch
-from mm_encoder.media.patches import Bicubic, cut, patchify
+from mm_encoder.media.geometry import pad_to_canvas, resize_bicubic_pillow, resize_bicubic_torch
+from mm_encoder.media.patches import Bicubic, patchify, resize_and_patchify
 from mm_encoder.media.picture import Picture, Pixels
 
 from .conftest import GOLDEN
@@ -55,7 +55,7 @@ def resized(
     """[height, width, 3], by way of patches of one pixel."""
     width, height = size
     out = np.empty((height, width, 3), np.uint8)
-    native.cut(
+    native.resize_and_patchify(
         pixels,
         content=size,
         canvas=size,
@@ -152,8 +152,10 @@ def test_torch_for_a_cpu_without_avx2_gives_the_same(native: Kernels) -> None:
             size = ImageSize(1 if turn % 2 else int(random.integers(1, 120)), new_height)
             pixels = random.integers(0, 256, (height, width, 3), numpy.uint8)
             out = numpy.empty((size.height, size.width, 3), numpy.uint8)
-            kernels.cut(pixels, content=size, canvas=size, offset=(0, 0), fill=0, patch=1, merge=1,
-                        arithmetic=1, out=out)
+            kernels.resize_and_patchify(
+                pixels, content=size, canvas=size, offset=(0, 0), fill=0, patch=1, merge=1, arithmetic=1,
+                out=out,
+            )
             assert (resize_bicubic_torch(pixels, size) == out).all(), (pixels.shape, size)
     """
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"}
@@ -239,14 +241,14 @@ def test_canvas_patches_and_their_order(
     source = ImageSize(*(int(side) for side in random.integers(1, 60, 2)))
     pixels = random.integers(0, 256, (source.height, source.width, 3), np.uint8)
     plan = Plan.on_canvas(source, content, canvas, patch=patch, rows=lambda h, w: h * w, offset=offset)
-    page = place(RESIZE[bicubic](pixels, content), canvas, offset, fill)
+    page = pad_to_canvas(RESIZE[bicubic](pixels, content), canvas, offset, fill)
     wanted = patchify(page, patch, merge)
-    rows = cut(pixels, plan, patch=patch, merge=merge, bicubic=bicubic, fill=fill)
+    rows = resize_and_patchify(pixels, plan, patch=patch, merge=merge, bicubic=bicubic, fill=fill)
     assert np.array_equal(rows.data, wanted)
     out = np.empty(wanted.shape, np.uint8)
     for level in range(len(kernels.levels)):
         out[:] = 1
-        kernels.cut(
+        kernels.resize_and_patchify(
             pixels,
             content=content,
             canvas=canvas,
@@ -268,14 +270,14 @@ def test_patches_go_where_the_caller_wants_them() -> None:
     )
     settings: dict[str, Any] = {"patch": 14, "bicubic": Bicubic.PILLOW, "fill": 0}
     larger = torch.zeros(6, 588, dtype=torch.uint8)
-    rows = cut(pixels, plan, **settings, out=larger[1:5])
+    rows = resize_and_patchify(pixels, plan, **settings, out=larger[1:5])
     assert rows.data.data_ptr() == larger[1:5].data_ptr()
-    assert torch.equal(larger[1:5], cut(pixels, plan, **settings).data)
+    assert torch.equal(larger[1:5], resize_and_patchify(pixels, plan, **settings).data)
     assert not larger[0].any()
     assert not larger[5].any()
     for wrong in (larger[:3], torch.zeros(588, 4, dtype=torch.uint8).T):
         with pytest.raises(ValueError, match=r"contiguous, of shape \(4, 588\); got"):
-            cut(pixels, plan, **settings, out=wrong)
+            resize_and_patchify(pixels, plan, **settings, out=wrong)
 
 
 def test_a_picture_that_is_one_line_has_patches_too() -> None:
@@ -286,7 +288,7 @@ def test_a_picture_that_is_one_line_has_patches_too() -> None:
         content = ImageSize(min(width, 70), min(height, 70))
         canvas = ImageSize(*(-(-side // 14) * 14 for side in content))
         plan = Plan.on_canvas(size, content, canvas, patch=14, rows=lambda h, w: h * w)
-        rows = cut(pixels, plan, patch=14, bicubic=Bicubic.PILLOW, fill=7)
+        rows = resize_and_patchify(pixels, plan, patch=14, bicubic=Bicubic.PILLOW, fill=7)
         first = rows.data.reshape(-1, 3, 14, 14)[0]
         # Of a million weights in fixed point each is rounded.
         assert first[:, 0, 0].tolist() == pytest.approx([0, 90, 180], abs=2)
@@ -364,10 +366,10 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
 ) -> None:
     pixels = np.full((9, 10, 3), 7, np.uint8)
     out = np.full((4, 588), 5, np.uint8)
-    native.cut(**{"pixels": pixels, "out": out.copy(), **ASKED})
+    native.resize_and_patchify(**{"pixels": pixels, "out": out.copy(), **ASKED})
     asked = {"pixels": pixels, "out": out, **ASKED, **change}
     with pytest.raises(ValueError, match=says):
-        native.cut(**asked)
+        native.resize_and_patchify(**asked)
     assert (out == 5).all()
 
 

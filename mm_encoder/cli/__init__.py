@@ -1,8 +1,8 @@
-"""The command `mm-encoder`: image files to a safetensors file of embedding rows, and what surrounds it.
+"""The command `mm-encoder`: encodes image files to a safetensors file of embedding rows, and related tools.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 all good; 1 images were at fault, the
-rest, if any, is done; 2 an argument, the checkpoint or a file to be written was. Needs the extra `cli`;
-without it `main` says so.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 success; 1 images failed, and the others
+are done; 2 an argument, the checkpoint or an output file is invalid. Without the extra `cli`, `main` prints
+how to install it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..families.family import Family
 from ..families.registry import FAMILIES, load_family
 from ..planner import MediaPlanner
 from ..runtime import identity
-from .files import FAULTS, Encoded, Input, check_target, encode_all, expand, replacing, write
+from .files import EXPECTED_ERRORS, Encoded, Input, atomic_write, check_output, encode_all, find_images, write
 
 # Stages in which nothing is done for the image itself.
 _WAITING = ("admission_wait", "queue_wait", "replica_wait")
@@ -36,9 +36,9 @@ try:
     import typer
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from . import cache as caches
+    from . import cache as cache_commands
 
-    # What the commands' annotations, strings until Typer reads them, refer to.
+    # Typer evaluates the commands' annotations, which are strings, with these names.
     from .options import (
         CacheBytesOption,
         CacheOption,
@@ -51,13 +51,13 @@ try:
         JsonOption,
         ModelOption,
         OutOption,
-        PictureOption,
         PlannedArgument,
+        PreviewOption,
         ReplicasOption,
         chosen_device,
         chosen_dtype,
     )
-    from .terminal import complain, ending, open_console, printable, shape_of, table_of
+    from .terminal import exit_with_code, open_console, printable, report_error, shape_of, table_of
 except ImportError as error:
     _MISSING = str(error)
 else:
@@ -65,32 +65,32 @@ else:
 
 
 def main() -> None:
-    """Run the command line; ends by SystemExit with the exit code."""
+    """Run the command line. Raises SystemExit with the exit code."""
     if _MISSING:
         need = 'the command line needs an extra: pip install "mm-encoder[cli]"'
         print(f"mm-encoder: {need} ({_MISSING})", file=sys.stderr)
         sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no reason to fail
+            stream.reconfigure(errors="backslashreplace")  # must not fail on a terminal without UTF-8
     build_app()(prog_name="mm-encoder")
 
 
 def build_app() -> typer.Typer:
-    """The command line as a Typer app."""
+    """Build the command line as a Typer app."""
     app = typer.Typer(
-        help="Image files to the embedding rows of a multimodal LLM's vision tower.",
+        help="Encode image files to the embedding rows of a multimodal LLM's vision tower.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    of_cache = typer.Typer(help="Look after a cache's directory.", no_args_is_help=True)
-    alone: list[Callable[..., int]] = [encode, plan, families, doctor, demo, caches.key]
-    for command in alone:
-        app.command()(ending(command))
-    for command in (caches.stats, caches.verify, caches.clear):
-        of_cache.command()(ending(command))
-    app.add_typer(of_cache, name="cache")
+    cache_app = typer.Typer(help="Inspect, verify or clear a cache directory.", no_args_is_help=True)
+    commands: list[Callable[..., int]] = [encode, plan, families, doctor, demo, cache_commands.key]
+    for command in commands:
+        app.command()(exit_with_code(command))
+    for command in (cache_commands.stats, cache_commands.verify, cache_commands.clear):
+        cache_app.command()(exit_with_code(command))
+    app.add_typer(cache_app, name="cache")
     return app
 
 
@@ -98,7 +98,7 @@ def encode(
     checkpoint: CheckpointArgument,
     images: ImagesArgument,
     out: OutOption,
-    picture: PictureOption = None,
+    preview: PreviewOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     replicas: ReplicasOption = 1,
@@ -107,32 +107,32 @@ def encode(
     cache: CacheOption = None,
     cache_bytes: CacheBytesOption = None,
 ) -> int:
-    """Encode images into one file: for each a tensor of embedding rows, under its path as the key."""
-    kept = caches.configured(cache, cache_bytes)
-    inputs = expand(images)
-    _, rules = load_family(checkpoint, family)  # a bad checkpoint is said before a folder is made
-    check_target("--out", out, ".safetensors", inputs)
-    if picture is not None:
-        check_target("--picture", picture, ".png", inputs)
+    """Encode images to one safetensors file, one tensor of embedding rows per image, keyed by its path."""
+    cache_config = cache_commands.configured(cache, cache_bytes)
+    inputs = find_images(images)
+    _, loaded_family = load_family(checkpoint, family)  # fails before a folder is created
+    check_output("--out", out, ".safetensors", inputs)
+    if preview is not None:
+        check_output("--preview", preview, ".png", inputs)
     with Encoder(
         checkpoint,
         model,
         chosen_device(device),
         family,
         dtype=chosen_dtype(dtype),
-        cache=kept,
+        cache=cache_config,
         replicas_per_gpu=replicas,
     ) as encoder:
         encoded = _encode_and_write(encoder, inputs, out)
-    if kept is not None:
-        caches.complain_of_losses(encoder.cache_stats(), kept)
-    if picture is not None and encoded:
-        _draw(encoded, rules, picture, encoder.model)
+    if cache_config is not None:
+        cache_commands.complain_of_losses(encoder.cache_stats(), cache_config)
+    if preview is not None and encoded:
+        _draw(encoded, loaded_family, preview, encoder.model)
     return int(len(encoded) < len(inputs))
 
 
 def plan(checkpoint: CheckpointArgument, images: PlannedArgument, family: FamilyOption = None) -> int:
-    """Say how many rows images make, from their headers alone; no weights are read."""
+    """Print how many rows each image gives, from its header; no weights are read."""
     planner = MediaPlanner(checkpoint, family=family)
     items: list[tuple[str, Path | tuple[int, int]]] = []
     for name in images:
@@ -140,13 +140,13 @@ def plan(checkpoint: CheckpointArgument, images: PlannedArgument, family: Family
         if size and not os.path.exists(name):
             items.append((name, (int(size[1]), int(size[2]))))
         else:
-            items += [(str(item.path), item.path) for item in expand([name])]
+            items += [(str(item.path), item.path) for item in find_images([name])]
     table = table_of("image", "size", "grid t·h·w", "rows")
     for name, item in items:
         try:
             planned = planner.plan(item)
-        except FAULTS as error:
-            complain(name, error)
+        except EXPECTED_ERRORS as error:
+            report_error(name, error)
         else:
             table.add_row(printable(name), *shape_of(planned), str(planned.length))
     if table.row_count:
@@ -155,7 +155,7 @@ def plan(checkpoint: CheckpointArgument, images: PlannedArgument, family: Family
 
 
 def families() -> int:
-    """List the model families and the released checkpoints that each fits."""
+    """List the model families and the released checkpoints that they support."""
     table = table_of("family", "checkpoints", numbers=False)
     for family in FAMILIES:
         table.add_row(family.name, "\n".join(family.checkpoints))
@@ -164,7 +164,7 @@ def families() -> int:
 
 
 def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
-    """Say what this runs on: versions, devices, and the stream priority that a replica gets."""
+    """Print versions, devices and the CUDA stream priority that a replica gets."""
     target = parse_device(chosen_device(device))
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     priority = open_lane(target, 1).priority if target.type == "cuda" else None
@@ -191,27 +191,27 @@ def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
 
 
 def demo(folder: FolderOption = None, device: DeviceOption = None) -> int:
-    """Encode real photographs with a small model of random weights, and draw the result."""
+    """Encode photographs with a small model that has random weights, and draw a preview."""
     folder = folder or demonstration.default_folder()
     checkpoint, photos = demonstration.prepare(folder)
     inputs = [Input(path.name, path) for path in photos]
     with Encoder(checkpoint, "glm53-demo-random-weights", chosen_device(device)) as encoder:
         encoded = _encode_and_write(encoder, inputs, folder / "embeddings.safetensors")
-    note = "The weights are random: the colours show a picture's structure, not its meaning."
-    _, rules = load_family(checkpoint)
+    note = "The weights are random: the colours show an image's structure, not its meaning."
+    _, loaded_family = load_family(checkpoint)
     if encoded:
-        _draw(encoded, rules, folder / "picture.png", "GLM-5.3 with random weights", note)
+        _draw(encoded, loaded_family, folder / "preview.png", "GLM-5.3 with random weights", note)
     print(note)
     return int(len(encoded) < len(inputs))
 
 
 def _encode_and_write(encoder: Encoder, inputs: Sequence[Input], out: Path) -> list[Encoded]:
-    """Encode, write `out` unless every image was at fault, and say what was done."""
+    """Encode, write `out` unless every image failed, and print a summary."""
     begun = time.perf_counter()
     encoded = _encode(encoder, inputs)
     seconds = time.perf_counter() - begun
     if not encoded:
-        print(f"mm-encoder: no image could be encoded, {printable(str(out))} not written", file=sys.stderr)
+        print(f"mm-encoder: no image could be encoded; {printable(str(out))} not written", file=sys.stderr)
         return []
     write(out, encoder, encoded)
     table = table_of("image", "size", "grid t·h·w", "rows", "ms")
@@ -230,7 +230,7 @@ def _encode_and_write(encoder: Encoder, inputs: Sequence[Input], out: Path) -> l
 
 
 def _origins(encoded: Sequence[Encoded]) -> str:
-    """Where results came from, as the end of a line; nothing if no cache was in use."""
+    """Format how many results came from each cache tier; empty without a cache."""
     count = Counter(result.metadata.cache for _, result in encoded)
     if count[None]:
         return ""
@@ -238,7 +238,7 @@ def _origins(encoded: Sequence[Encoded]) -> str:
 
 
 def _encode(encoder: Encoder, inputs: Sequence[Input]) -> list[Encoded]:
-    """What could be encoded, in order; faults are reported as they come. Shows progress on a terminal."""
+    """Encode with a progress bar. Returns the successful images in order; reports errors as they occur."""
     done: dict[int, Encoded] = {}
     console = open_console(stderr=True)
     columns = TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
@@ -249,7 +249,7 @@ def _encode(encoder: Encoder, inputs: Sequence[Input]) -> list[Encoded]:
         task = progress.add_task("", total=len(inputs), rate="")
         for number, (index, outcome) in enumerate(encode_all(encoder, inputs), start=1):
             if isinstance(outcome, BaseException):
-                complain(str(inputs[index].path), outcome)
+                report_error(str(inputs[index].path), outcome)
             else:
                 done[index] = Encoded(inputs[index], outcome)
             rate = number / (time.perf_counter() - begun)
@@ -258,9 +258,9 @@ def _encode(encoder: Encoder, inputs: Sequence[Input]) -> list[Encoded]:
 
 
 def _draw(encoded: Sequence[Encoded], family: Family, path: Path, title: str, note: str = "") -> None:
-    """Draw images beside their rows' colours into a PNG file, and say so."""
+    """Draw each image beside the colours of its rows to a PNG file, and print its path."""
     items = [(printable(item.key), item.path, result) for item, result in encoded]
     sheet = viz.draw(items, family, printable(title), note)
-    with replacing(path) as new:
+    with atomic_write(path) as new:
         sheet.save(new, format="PNG")
-    print(f"picture: {printable(str(path))}")
+    print(f"preview: {printable(str(path))}")

@@ -14,7 +14,7 @@ from ..device import default_dtype, parse_device
 from ..errors import CacheError
 from ..families.registry import load_family
 from ..pipeline import ImagePipeline
-from .files import FAULTS
+from .files import EXPECTED_ERRORS
 from .options import (
     CheckpointArgument,
     DeviceOption,
@@ -27,7 +27,7 @@ from .options import (
     chosen_device,
     chosen_dtype,
 )
-from .terminal import bytes_of, complain, open_console, printable, table_of
+from .terminal import bytes_of, open_console, printable, report_error, table_of
 
 _DEFAULT_BYTES = 4 * 1024**3
 _LEAST_BYTES = 1024**2  # less is a slip of the unit, such as 4 for 4G
@@ -55,7 +55,7 @@ def complain_of_losses(stats: CacheStats, config: CacheConfig) -> None:
     }
     lost = [f"{what}: {count}" for what, count in counts.items() if count]
     if lost:
-        complain("mm-encoder", f"cache: {'; '.join(lost)}")
+        report_error("mm-encoder", f"cache: {'; '.join(lost)}")
 
 
 def key(
@@ -72,8 +72,8 @@ def key(
     target = parse_device(chosen_device(device))
     try:
         source = rules.open(image, MediaLimits(), None)
-    except FAULTS as error:
-        complain(str(image), error)
+    except EXPECTED_ERRORS as error:
+        report_error(str(image), error)
         return 1
     name, chosen = model_name(model, opened_checkpoint.name), chosen_dtype(dtype) or default_dtype(target)
     mm_hash, keys = source.mm_hash(name), ImagePipeline(rules, MediaLimits(), name, chosen).cache_keys(target)
@@ -106,7 +106,7 @@ def verify(directory: DirectoryArgument) -> int:
         )
     found = upkeep.verify(directory)
     for name, reason in found.damaged:
-        complain(str(directory / name), reason)
+        report_error(str(directory / name), reason)
     print(f"{found.whole} whole entries, {bytes_of(found.bytes)}; {len(found.damaged)} damaged")
     return int(bool(found.damaged))
 

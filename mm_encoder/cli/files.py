@@ -1,4 +1,4 @@
-"""Files and folders in, results as they finish, one safetensors file out. Knows no terminal."""
+"""Find image files, encode them, and write one safetensors file. Independent of the terminal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..encoder import Encoder
 from ..errors import MMEncoderError
 from ..runtime import identity
 
-FAULTS = (MMEncoderError, ValueError, OSError, MemoryError, SafetensorError)
-"""What is at fault outside this program: an image, an argument, a file."""
+EXPECTED_ERRORS = (MMEncoderError, ValueError, OSError, MemoryError, SafetensorError)
+"""Errors caused by an image, an argument or a file: reported in one line, without a traceback."""
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"}
 
@@ -35,19 +35,19 @@ class Input(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """An input with its result, whose rows are on the CPU."""
+    """An input and its result, with the rows on the CPU."""
 
     input: Input
     result: ImageResult
 
 
-def expand(names: Sequence[str]) -> list[Input]:
-    """The files that `names` stand for: a file as it is; of a folder its images, sorted, at any depth.
+def find_images(names: Sequence[str]) -> list[Input]:
+    """Return the files that `names` stand for: files as they are, and a folder's images at any depth, sorted.
 
-    Hidden files of a folder are left out, and links to folders inside it are not followed. A key is the path
-    as given, or below the folder given, with `/`; where two files would have the same, the later one gets
-    `#2`, `#3` and so on. A file that comes twice under one key counts once. Raises ValueError if there is
-    nothing, OSError for a folder that cannot be read.
+    In folders, hidden files are skipped and links to folders are not followed. A key is the path as given, or
+    relative to the folder given, with `/`; if two files have the same key, the later one gets `#2`, `#3`, ...
+    A file that occurs twice under one key counts once. Raises ValueError if nothing is found, OSError for a
+    folder that cannot be read.
     """
     found: list[tuple[str, Path]] = []
     for name in names:
@@ -61,9 +61,9 @@ def expand(names: Sequence[str]) -> list[Input]:
         raise ValueError(f"no images ({wanted}) in {', '.join(map(repr, names))}")
     inputs: dict[str, Input] = {}
     for name, path in dict.fromkeys(found):
-        plain = name.encode("utf-8", "backslashreplace").decode()  # safetensors takes no other names
+        plain = name.encode("utf-8", "backslashreplace").decode()  # safetensors accepts only UTF-8 names
         keys = itertools.chain([plain], (f"{plain}#{number}" for number in itertools.count(2)))
-        # __metadata__ is what the format calls its own entry.
+        # __metadata__ is the name of the format's own entry.
         key = next(key for key in keys if key not in inputs and key != "__metadata__")
         inputs[key] = Input(key, path)
     return list(inputs.values())
@@ -71,15 +71,15 @@ def expand(names: Sequence[str]) -> list[Input]:
 
 def _images_below(folder: Path) -> list[Path]:
     def stop(error: OSError) -> None:
-        raise error  # rather than leave its images out without a word
+        raise error  # os.walk would silently skip the folder
 
     paths = (Path(root, name) for root, _, names in os.walk(folder, onerror=stop) for name in names)
-    # A pipe or a device would be waited for; a link to nothing is kept, and reported as a fault.
+    # Skip pipes and devices, which could block; keep broken links, which are then reported as errors.
     return sorted(
         path
         for path in paths
         if path.suffix.lower() in _SUFFIXES
-        and not path.name.startswith(".")  # editors' and systems' own, such as ._photo.jpg
+        and not path.name.startswith(".")  # files of editors and systems, such as ._photo.jpg
         and (path.is_file() or not path.exists())
     )
 
@@ -87,9 +87,9 @@ def _images_below(folder: Path) -> list[Path]:
 def encode_all(
     encoder: Encoder, inputs: Sequence[Input]
 ) -> Iterator[tuple[int, ImageResult | BaseException]]:
-    """Each input's number with its result, rows moved to the CPU, or its fault; in the order they finish.
+    """Yield each input's index with its result, rows on the CPU, or its error, in the order of completion.
 
-    Images overlap as far as the encoder's queue allows; no more than that many results wait on a device.
+    The encoder's queue limits how many images are in progress, and so how many results wait on a device.
     """
     pending: dict[Future[ImageResult], int] = {}
 
@@ -103,7 +103,7 @@ def encode_all(
     for index, item in enumerate(inputs):
         try:
             pending[encoder.submit(item.path)] = index  # waits while the queue is full
-        except FAULTS as error:
+        except EXPECTED_ERRORS as error:
             yield index, error
         for future in [future for future in pending if future.done()]:
             yield take(future)
@@ -112,11 +112,10 @@ def encode_all(
 
 
 def write(path: Path, encoder: Encoder, encoded: Sequence[Encoded]) -> None:
-    """Write a tensor for each image under its key; the file's metadata says what made them.
+    """Write one tensor per image under its key, and metadata about the model and the images.
 
     The metadata: `model`, `family`, `mm_encoder_version`, and `images`, a JSON list of objects `key`,
-    `grid_thws`, `embedding_offsets`, `mm_hash`, `original_size`. What was at `path` before is replaced
-    only by a whole file.
+    `grid_thws`, `embedding_offsets`, `mm_hash`, `original_size`. An existing file is replaced atomically.
     """
     records = [
         {
@@ -134,12 +133,12 @@ def write(path: Path, encoder: Encoder, encoded: Sequence[Encoded]) -> None:
         "mm_encoder_version": identity()["mm-encoder"],
         "images": json.dumps(records),
     }
-    with replacing(path) as new:
-        save_file(_apart(encoded), new, about)
+    with atomic_write(path) as new:
+        save_file(_unshared(encoded), new, about)
 
 
-def _apart(encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
-    """Rows by key, each in a storage of its own, as the format asks: a cache gives equal pictures one."""
+def _unshared(encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
+    """Return rows by key without shared storage, which safetensors refuses and a cache gives equal images."""
     rows: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for item, (tensor, _) in encoded:
@@ -150,29 +149,29 @@ def _apart(encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, which takes its place if the block ends well and goes otherwise."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary file beside `path`, which replaces it on success and is removed on failure."""
     new = path.with_name(f".mm-encoder-{secrets.token_hex(8)}.tmp")
     new.touch()
     mode = new.stat().st_mode
     try:
         yield new
-        new.chmod(mode)  # the usual one: safetensors makes files that only their owner can read
+        new.chmod(mode)  # as umask says: safetensors creates files that only their owner can read
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
 
 
-def check_target(option: str, path: Path, suffix: str, inputs: Sequence[Input]) -> None:
-    """Make the folder of a file to be written, and refuse what could not or should not be written there
-    before anything is computed. Raises ValueError and OSError.
+def check_output(option: str, path: Path, suffix: str, inputs: Sequence[Input]) -> None:
+    """Create the folder of an output file and check that the file may be written there, before anything is
+    computed. Raises ValueError and OSError.
     """
     if path.suffix.lower() != suffix:
         raise ValueError(f"{option} must end in {suffix}, got {str(path)!r}")
     if path.is_dir():
-        raise IsADirectoryError(f"{option} is a folder: {str(path)!r}")
+        raise IsADirectoryError(f"{option} must be a file, but {str(path)!r} is a folder")
     if any(os.path.realpath(path) == os.path.realpath(item.path) for item in inputs):
-        raise ValueError(f"{option} is one of the images: {str(path)!r}")
+        raise ValueError(f"{option} would overwrite one of the images, {str(path)!r}; name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"{option}: cannot write into {str(path.parent)!r}")
+        raise PermissionError(f"{option}: no permission to write in the folder {str(path.parent)!r}")

@@ -1,4 +1,4 @@
-"""What the commands print, and how they end. Needs Typer and Rich."""
+"""Terminal output and exit codes of the commands. Needs Typer and Rich."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .files import FAULTS
+from .files import EXPECTED_ERRORS
 
 
-def ending(command: Callable[..., int]) -> Callable[..., None]:
-    """`command`, ending in its exit code; what is at fault is said in one line."""
+def exit_with_code(command: Callable[..., int]) -> Callable[..., None]:
+    """Wrap `command` so that it exits with the code it returns, and reports expected errors in one line."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             code = command(*args, **kwargs)
         except BrokenPipeError:
-            raise  # whoever read the output has left; Typer ends quietly
-        except FAULTS as error:
-            complain("mm-encoder", error)
+            raise  # the reader of the output has closed it; Typer exits quietly
+        except EXPECTED_ERRORS as error:
+            report_error("mm-encoder", error)
             code = 2
         except KeyboardInterrupt:
             print("mm-encoder: interrupted; files are written whole or not at all", file=sys.stderr)
@@ -35,24 +35,24 @@ def ending(command: Callable[..., int]) -> Callable[..., None]:
     return run
 
 
-def complain(name: str, what: object) -> None:
-    """Say on stderr what is wrong with `name`."""
-    print(f"{printable(name)}: {printable(str(what))}", file=sys.stderr)
+def report_error(name: str, error: object) -> None:
+    """Print an error about `name` on stderr."""
+    print(f"{printable(name)}: {printable(str(error))}", file=sys.stderr)
 
 
 def printable(text: str) -> str:
-    """`text` on one line and harmless to a terminal: what does not print is escaped."""
+    """Escape every unprintable character, so that `text` takes one line and cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shape_of(planned: Any) -> tuple[str, str]:
-    """Size and grid of a plan or metadata, as text."""
+    """Format size and grid of a plan or metadata."""
     (width, height), (grid, *_) = planned.original_size, planned.grid_thws
     return f"{width}x{height}", "·".join(map(str, grid))
 
 
 def bytes_of(count: int) -> str:
-    """A number of bytes for people, exact as well where that is not the same."""
+    """Format a number of bytes: rounded, with the exact number behind it."""
     if count < 1024:
         return f"{count} bytes"
     power = min((count.bit_length() - 1) // 10, 4)
@@ -60,7 +60,7 @@ def bytes_of(count: int) -> str:
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Prints text as it is; uncut where it is not a terminal that reads it."""
+    """Return a console without markup. If the output is not a terminal, lines are not cut."""
     console = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 1000
@@ -68,7 +68,7 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def table_of(*columns: str, numbers: bool = True) -> Table:
-    """A table without lines, columns after the first to the right if they are numbers."""
+    """Create a table without lines. With `numbers`, all columns but the first are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, show_header=any(columns), pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if numbers and index else "left", overflow="fold")

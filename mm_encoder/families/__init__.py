@@ -1,1 +1,1 @@
-"""One model family a file; what they share is beside them. Families know no threads."""
+"""Model families, one per file, and the layers they share. Families know nothing of threads."""

@@ -1,6 +1,6 @@
 """DeepSeek-V4.1-Flash (`deepseek_v41`): the vision tower, aligner and image span.
 
-The reference is the checkpoint's own inference code; formulas below are its.
+The reference is the checkpoint's inference code; the formulas below follow it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
-from ..media.patches import Bicubic, cut
+from ..media.patches import Bicubic, resize_and_patchify
 from ..media.picture import Picture
+from . import layers
 from .family import Family, check_heads, read_settings, section
-from .layers import Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm, cells, parameter
+from .layers import Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm
 from .trunk import Trunk, load_into
 from .weights import Checkpoint
 
 _CHANNELS = 3
 _TEXT = "deepseek_v41_text"
-_NORM_EPS = 1e-6  # the code's constant; text_config.rms_norm_eps is the language model's
-_FILL = 127  # around a picture that keeps its shape
+_NORM_EPS = 1e-6  # a constant of the reference; text_config.rms_norm_eps belongs to the language model
+_FILL = 127  # of the padding around an image that keeps its aspect ratio
 # The module's names on the left, the checkpoint's on the right.
 _NAMES = (
     ("trunk.embed", "vision.patch_embed.proj"),
@@ -52,7 +53,7 @@ class VisionConfig:
     rope_theta: float = 1e4
     downsample_ratio: int = 3
     max_image_tokens: int = 1024
-    """Rows of a whole span, its start, newlines and end included."""
+    """Rows of a whole image span, including its start, newline and end rows."""
     min_pixels: int = 295936
     max_wh_ratio: float = math.inf
 
@@ -62,9 +63,8 @@ class VisionConfig:
         ratio = vision.pop("max_wh_ratio", None)
         if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio < math.inf):
             raise CheckpointError(f"vision_config.max_wh_ratio must be positive or null, got {ratio!r}")
-        read = read_settings(
-            cls, vision | ({} if ratio is None else {"max_wh_ratio": ratio}), "vision_config"
-        )
+        limit = {} if ratio is None else {"max_wh_ratio": ratio}
+        read = read_settings(cls, vision | limit, "vision_config")
         check_heads(read.hidden_size, read.num_attention_heads, "hidden_size / num_attention_heads")
         if read.max_image_tokens < 4:
             raise CheckpointError(
@@ -74,12 +74,12 @@ class VisionConfig:
 
 
 def token_grid(grid_h: int, grid_w: int, ratio: int) -> tuple[int, int]:
-    """Token rows and columns of a patch grid: ragged cells at the right and bottom count."""
+    """Return token rows and columns of a patch grid; partial windows at the right and bottom count."""
     return -(-grid_h // ratio), -(-grid_w // ratio)
 
 
 def plan_image(size: ImageSize, config: VisionConfig) -> Plan:
-    """Canvas, content and span of one image; float64 throughout, as in the reference."""
+    """Plan canvas, content and span of one image, in float64 as in the reference."""
     patch, ratio, limit = config.patch_size, config.downsample_ratio, config.max_image_tokens
     width: float = size.width
     height = size.height
@@ -112,14 +112,14 @@ def plan_image(size: ImageSize, config: VisionConfig) -> Plan:
         raise MediaTooLargeError(f"{thin}: it would have no patch left")
     content_w, content_h = canvas_w, canvas_h
     left = top = 0
-    if size.width < config.max_wh_ratio * size.height:  # else stretched over the whole canvas
+    if size.width < config.max_wh_ratio * size.height:  # else stretched to the whole canvas
         if size.width / size.height > canvas_w / canvas_h:
             content_h = round(size.height / size.width * canvas_w)
             top = round((canvas_h - content_h) * 0.5)
         elif size.width / size.height < canvas_w / canvas_h:
             content_w = round(size.width / size.height * canvas_h)
             left = round((canvas_w - content_w) * 0.5)
-    if min(content_w, content_h) < 1:  # where the reference fails to resize
+    if min(content_w, content_h) < 1:  # the reference fails to resize these
         raise MediaTooLargeError(f"{thin}: it would have no pixels left")
     content, canvas = ImageSize(content_w, content_h), ImageSize(canvas_w, canvas_h)
     return Plan.on_canvas(size, content, canvas, patch=patch, rows=rows_of, offset=(left, top))
@@ -129,27 +129,28 @@ class DeepSeek41(Family):
     """DeepSeek-V4.1-Flash images."""
 
     name = "deepseek41"
-    model_type, architecture, kin = "deepseek_v41", "DeepseekV41ForCausalLM", ("deepseek_v4", "DeepseekV4")
-    scopes = ("vision.", "aligner.", "image_")
+    model_type, architecture = "deepseek_v41", "DeepseekV41ForCausalLM"
+    lookalike_prefixes = ("deepseek_v4", "DeepseekV4")
+    tensor_prefixes = ("vision.", "aligner.", "image_")
     checkpoints = ("deepseek-ai/DeepSeek-V4.1-Flash", "deepseek-ai/DeepSeek-V4.1-Flash-1017")
 
     @classmethod
-    def resembles(cls, config: Mapping[str, Any]) -> str | None:
+    def why_lookalike(cls, config: Mapping[str, Any]) -> str | None:
         vision, text = config.get("vision_config"), config.get("text_config")
         kind = vision.get("model_type") if isinstance(vision, dict) else None
         text_kind = text.get("model_type", _TEXT) if isinstance(text, dict) else _TEXT
-        if cls.named(config) and kind != "deepseek_v41_vision":
+        if cls.has_name(config) and kind != "deepseek_v41_vision":
             return f"its vision_config.model_type is {kind!r}, not 'deepseek_v41_vision'"
-        if cls.named(config) and text_kind != _TEXT:
+        if cls.has_name(config) and text_kind != _TEXT:
             return f"its text_config.model_type is {text_kind!r}, not {_TEXT!r}"
-        return super().resembles(config)
+        return super().why_lookalike(config)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.vision = VisionConfig.read(checkpoint.config)
         text = section(checkpoint.config, "text_config")
         self.out = read_settings(TextConfig, text, "text_config").hidden_size
-        # (x/255 - 0.5) / 0.5 in float32, then bfloat16 always, as the reference has it.
+        # (x/255 - 0.5) / 0.5 in float32, then always rounded to bfloat16, as in the reference.
         x = torch.arange(256, dtype=torch.float32, device="cpu") / 255
         self.table = ((x - 0.5) / 0.5).to(torch.bfloat16).float().expand(_CHANNELS, 256).contiguous()
 
@@ -166,7 +167,8 @@ class DeepSeek41(Family):
         return plan_image(size, self.vision)
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
-        return cut(picture.pixels, plan, patch=self.vision.patch_size, bicubic=Bicubic.PILLOW, fill=_FILL)
+        patch = self.vision.patch_size
+        return resize_and_patchify(picture.pixels, plan, patch=patch, bicubic=Bicubic.PILLOW, fill=_FILL)
 
     def token_map(self, plan: Plan) -> np.ndarray:
         down, across = token_grid(*plan.grid_thw[1:], self.vision.downsample_ratio)
@@ -176,13 +178,13 @@ class DeepSeek41(Family):
         name = "vision.patch_embed.proj.weight"
         kernel = self.checkpoint.shape(name) or ()
         tower = DeepSeekTower(self.vision, self.out, self.table.to(device, dtype), len(kernel) == 4)
-        load_into(tower, self.checkpoint, _NAMES, self.scopes, device, dtype)
+        load_into(tower, self.checkpoint, _NAMES, self.tensor_prefixes, device, dtype)
         return tower
 
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """What is needed of `text_config`."""
+    """The part of `text_config` that is used."""
 
     hidden_size: int = 5120
 
@@ -200,7 +202,7 @@ class DeepSeekTower(nn.Module):
             mlp = PackedSwiGLU(width, config.intermediate_size)
             return Block(RMSNorm(width, _NORM_EPS), attention, RMSNorm(width, _NORM_EPS), mlp)
 
-        # Some ports keep the patch embedding as a convolution's kernel, in the same order.
+        # Some ports store the patch embedding as a convolution kernel, in the same order.
         inputs = (_CHANNELS, patch, patch) if kernel_axes else (_CHANNELS * patch**2,)
         self.trunk = Trunk(
             table,
@@ -210,20 +212,21 @@ class DeepSeekTower(nn.Module):
             theta=config.rope_theta,
         )
         self.aligner = GeluMLP(width * self.ratio**2, out, out=out, bias=True)
-        self.image_start, self.image_newline, self.image_end = (parameter(out) for _ in range(3))
+        self.image_start, self.image_newline, self.image_end = (layers.parameter(out) for _ in range(3))
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [sum(h·w), 3·patch²] and a grid (1, h, w) an image -> the images' spans [rows, out]."""
+        """uint8 [sum(h·w), 3·patch²] and one grid (1, h, w) per image -> the images' spans [rows, out]."""
         parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
-        # Each cell as one row, flattened as (channel, y, x).
+        # One row per window, flattened as (channel, y, x).
         windows = [
-            cells(p, g, self.ratio).permute(0, 3, 1, 2).flatten(1) for p, g in zip(parts, grids, strict=True)
+            layers.windows(p, g, self.ratio).permute(0, 3, 1, 2).flatten(1)
+            for p, g in zip(parts, grids, strict=True)
         ]
         rows = self.aligner(torch.cat(windows)).split([len(window) for window in windows])
         return torch.cat([self._span(part, grid) for part, grid in zip(rows, grids, strict=True)])
 
     def _span(self, rows: Tensor, grid: Grid) -> Tensor:
-        """start, every token row with a newline behind it, end."""
+        """Return start, each token row followed by a newline, and end."""
         down, across = token_grid(*grid[1:], self.ratio)
         newlines = self.image_newline.expand(down, 1, -1)
         body = torch.cat((rows.view(down, across, -1), newlines), dim=1).flatten(0, 1)

@@ -1,6 +1,6 @@
 """GLM-5.3-Flash (`glm5_next`): the vision tower of zai-org's release.
 
-The reference is transformers' `models/glm5_next`, which saved the checkpoint; formulas below are its.
+The reference is transformers' `models/glm5_next`, which wrote the checkpoint; the formulas below follow it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError
-from ..media.geometry import over_white
-from ..media.patches import Bicubic, cut
+from ..media.geometry import composite_over_white
+from ..media.patches import Bicubic, resize_and_patchify
 from ..media.picture import Picture
+from . import layers
 from .family import Family, check_agreement, check_heads, read_settings, require, section
-from .layers import Attention, Block, ClampedSwiGLU, Grid, LayerNorm, Linear, RMSNorm, look_up, repeat_frame
+from .layers import Attention, Block, ClampedSwiGLU, Grid, LayerNorm, Linear, RMSNorm
 from .trunk import Trunk, load_into
 from .weights import Checkpoint
 
@@ -38,7 +38,7 @@ _MERGER_NORM_EPS = 1e-5  # torch's LayerNorm default, which the reference relies
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """`vision_config` of config.json, with its class's defaults (the release differs in some)."""
+    """`vision_config` of config.json, with the reference's defaults; the release sets some otherwise."""
 
     depth: int = 24
     hidden_size: int = 1024
@@ -62,7 +62,7 @@ class VisionConfig:
         rope = vision.get("rope_parameters") or {}
         if not isinstance(rope, dict):
             raise CheckpointError(f"{where}.rope_parameters must be an object, got {rope!r}")
-        require(rope, f"{where}.rope_parameters", rope_type=("axial", "default"))  # which it takes for axial
+        require(rope, f"{where}.rope_parameters", rope_type=("axial", "default"))  # read as axial
         flat = {**vision, "rope_theta": rope.get("rope_theta")}
         aliases = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
         read = read_settings(cls, flat, where, aliases)
@@ -96,21 +96,21 @@ class ProcessorConfig:
             raise CheckpointError(f"there is neither {files} in {str(checkpoint.path)!r}")
         require(config, where, do_convert_rgb=True, do_resize=True, do_rescale=True, do_normalize=True)
         require(config, where, resample=3)  # bicubic
-        return read_settings(cls, config, where, zero=("image_mean",))
+        return read_settings(cls, config, where, may_be_zero=("image_mean",))
 
     @property
     def factor(self) -> int:
-        """Sides of the canvas are multiples of this, in pixels."""
+        """Canvas sides are multiples of this, in pixels."""
         return self.patch_size * self.merge_size * self.patch_expand_factor
 
     @property
     def unit(self) -> int:
-        """Pixels of the volume (frames x height x width) that count as one token."""
+        """Pixels of the volume (frames x height x width) per token."""
         return self.temporal_patch_size * self.factor**2
 
 
 def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
-    """Canvas and content of one image: the reference's `smart_resize` and `resize`."""
+    """Plan canvas and content of one image as the reference's `smart_resize` and `resize` do."""
     width, height = size
     factor, frames = processor.factor, processor.temporal_patch_size
     low = processor.min_image_tokens * processor.unit
@@ -127,7 +127,7 @@ def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
     if frames * canvas_h * canvas_w > high:
         canvas_h, canvas_w = factor, factor
         first, last = 1, height
-        while first <= last:  # the tallest content whose canvas fits
+        while first <= last:  # binary search for the tallest content whose canvas fits
             content = (first + last) // 2
             candidate = up(content), up(max(1, width * content // height))
             if frames * candidate[0] * candidate[1] <= high:
@@ -153,8 +153,9 @@ def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
 class Glm53(Family):
     """GLM-5.3-Flash images."""
 
-    name = "glm53"  # recognised by the top level alone: vision_config.model_type differs between copies
-    model_type, architecture, kin = "glm5_next", "Glm5NextForConditionalGeneration", ("glm", "Glm")
+    name = "glm53"  # recognised by the top level alone: copies differ in vision_config.model_type
+    model_type, architecture = "glm5_next", "Glm5NextForConditionalGeneration"
+    lookalike_prefixes = ("glm", "Glm")
     checkpoints = ("zai-org/GLM-5.3-Flash", "nvidia/GLM-5.3-Flash-NVFP4")
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -185,26 +186,26 @@ class Glm53(Family):
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
         side, merge = self.processor.patch_size, self.processor.merge_size
-        pixels = over_white(picture.pixels)
-        return cut(pixels, plan, patch=side, merge=merge, bicubic=Bicubic.TORCH, fill=0)
+        pixels = composite_over_white(picture.pixels)
+        return resize_and_patchify(pixels, plan, patch=side, merge=merge, bicubic=Bicubic.TORCH, fill=0)
 
     def pixel_values(self, patches: Patches, dtype: torch.dtype) -> Tensor:
-        values = look_up(patches.data, self.table)
-        return repeat_frame(values, self.processor.temporal_patch_size).to(dtype)
+        values = layers.normalize_bytes(patches.data, self.table)
+        return layers.repeat_frame(values, self.processor.temporal_patch_size).to(dtype)
 
     @property
-    def scopes(self) -> tuple[str, ...]:
+    def tensor_prefixes(self) -> tuple[str, ...]:
         return (self.checkpoint.only_prefix(("model.visual.", "visual.", "vision_tower.")),)
 
     def build_tower(self, device: torch.device, dtype: torch.dtype) -> GlmTower:
         tower = GlmTower(self.vision, self.table.to(device, dtype))
-        renames = [(ours, self.scopes[0] + theirs) for ours, theirs in NAMES]
-        load_into(tower, self.checkpoint, renames, self.scopes, device, dtype)
+        renames = [(ours, self.tensor_prefixes[0] + theirs) for ours, theirs in NAMES]
+        load_into(tower, self.checkpoint, renames, self.tensor_prefixes, device, dtype)
         return tower
 
 
 class Merger(ClampedSwiGLU):
-    """proj, LayerNorm, erf-GELU, then the clamped SwiGLU; no biases but the norm's."""
+    """proj, LayerNorm, exact GELU, then the clamped SwiGLU; only the norm has a bias."""
 
     def __init__(self, config: VisionConfig) -> None:
         width = config.out_hidden_size
@@ -213,7 +214,7 @@ class Merger(ClampedSwiGLU):
         self.post_projection_norm = LayerNorm(width, _MERGER_NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.gelu(self.post_projection_norm(self.proj(x))))
+        return super().forward(nn.functional.gelu(self.post_projection_norm(self.proj(x))))
 
 
 class GlmTower(nn.Module):
@@ -242,8 +243,8 @@ class GlmTower(nn.Module):
         self.merger = Merger(config)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [sum(t·h·w), 3·patch²] and a grid an image -> rows [sum(t·h·w) / merge², out]."""
+        """uint8 [sum(t·h·w), 3·patch²] and one grid per image -> rows [sum(t·h·w) / merge², out]."""
         x = self.trunk(patches, grids)
-        # Each merge x merge block as one row, flattened as (channel, y, x) like a convolution's window.
+        # One row per merge x merge block, flattened as (channel, y, x) like a convolution's window.
         x = x.view(-1, self.trunk.merge**2, x.shape[-1]).transpose(1, 2).flatten(1)
         return self.merger(self.downsample(x))

@@ -1,6 +1,6 @@
 """Kimi-K3 (`kimi_k3`): MoonViT vision tower, patch merger and projector.
 
-The reference is the checkpoint's own remote code; formulas below are its.
+The reference is the checkpoint's remote code; the formulas below follow it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor, nn
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
-from ..media.geometry import Background, over_background, resize_native
-from ..media.patches import Bicubic, cut
+from ..media.geometry import Background, composite_over, resize_native
+from ..media.patches import Bicubic, resize_and_patchify
 from ..media.picture import Picture
+from . import layers
 from .family import Family, check_agreement, check_heads, read_settings, require, section
-from .layers import Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm, cells
+from .layers import Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm
 from .trunk import PositionTable, Trunk, load_into
 from .weights import Checkpoint
 
-_CHANNELS = 3
-_MERGE = 2
+_CHANNELS, _MERGE = 3, 2
 _ROPE_THETA = 1e4
-_LONGEST = 512  # patches on a side, for which the reference has rotations
-# nn.RMSNorm without an eps takes float32's, for bfloat16 too, since torch 2.7. Ports made on older
-# versions hard-code bfloat16's 2^-7; which one the model was served with first is not known.
+_LONGEST = 512  # patches on a side: the size of the reference's RoPE tables
+# Since torch 2.7, nn.RMSNorm without an eps uses float32's, for bfloat16 too. Ports made on older versions
+# hard-code bfloat16's 2^-7; it is not known which one the model was first served with.
 _RMS_EPS = torch.finfo(torch.float32).eps
 _LAYER_NORM_EPS = 1e-5
-# The module's names on the left, the checkpoint's on the right, which GGUF-like ports have otherwise.
+# The module's names on the left, the checkpoint's on the right; GGUF-like ports name some otherwise.
 _NAMES = (
     ("norm1.", "norm0."),
     ("norm2.", "norm1."),
@@ -52,9 +52,7 @@ _PORTED = (("projector.up", "mm_projector.linear_1"), ("projector.down", "mm_pro
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """`vision_config` of config.json; a missing key means what the code takes it to mean, which is not
-    always what the release says.
-    """
+    """`vision_config` of config.json. Defaults are the code's; the release sets some keys otherwise."""
 
     vt_hidden_size: int = 1024
     vt_num_hidden_layers: int = 27
@@ -123,7 +121,7 @@ class ProcessorConfig:
             fixed_output_tokens=(),
             transparent_bg_fill_stage=("before_resize", "after_resize"),
         )
-        read = read_settings(cls, config, where, zero=("image_mean",))
+        read = read_settings(cls, config, where, may_be_zero=("image_mean",))
         if read.patch_limit_on_one_side > _LONGEST:
             raise CheckpointError(f"{where}.patch_limit_on_one_side must be at most {_LONGEST}")
         if config.get("transparent_bg_config") is None:
@@ -131,11 +129,11 @@ class ProcessorConfig:
         background = section(config, "transparent_bg_config", where)
         require(background, "transparent_bg_config", pattern=Background.PATTERNS)
         levels = ("chessboard_white_value", "chessboard_gray_value")
-        return read, read_settings(Background, background, "transparent_bg_config", zero=levels)
+        return read, read_settings(Background, background, "transparent_bg_config", may_be_zero=levels)
 
 
 def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
-    """Content and canvas of one image: never enlarged, padded at the right and bottom; float64."""
+    """Plan content and canvas of one image, in float64: never enlarged, padded at the right and bottom."""
     patch, limit = processor.patch_size, processor.in_patch_limit
     longest = processor.patch_limit_on_one_side * patch
     width, height = size
@@ -148,7 +146,7 @@ def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
     content_w, content_h = (min(max(1, int(side * scale)), longest) for side in size)
     block = patch * _MERGE
     canvas = ImageSize(-(-content_w // block) * block, -(-content_h // block) * block)
-    if max(canvas) > longest:  # an odd limit, which the reference asserts against
+    if max(canvas) > longest:  # only with an odd limit; the reference asserts that it does not happen
         raise MediaTooLargeError(f"an image of {width}x{height} is padded beyond {longest} pixels")
     content = ImageSize(content_w, content_h)
     return Plan.on_canvas(size, content, canvas, patch=patch, rows=lambda h, w: h * w // _MERGE**2)
@@ -158,25 +156,26 @@ class KimiK3(Family):
     """Kimi-K3 images."""
 
     name = "kimi_k3"
-    model_type, architecture, kin = "kimi_k3", "KimiK3ForConditionalGeneration", ("kimi", "Kimi")
-    scopes = ("vision_tower.", "mm_projector.")
+    model_type, architecture = "kimi_k3", "KimiK3ForConditionalGeneration"
+    lookalike_prefixes = ("kimi", "Kimi")
+    tensor_prefixes = ("vision_tower.", "mm_projector.")
     merge = _MERGE
     checkpoints = ("moonshotai/Kimi-K3",)
 
     @classmethod
-    def resembles(cls, config: Mapping[str, Any]) -> str | None:
+    def why_lookalike(cls, config: Mapping[str, Any]) -> str | None:
         vision = config.get("vision_config")
         kind = vision.get("mm_projector_type") if isinstance(vision, dict) else None
-        if cls.named(config) and kind != "patchmergerv2":  # by which K2.5 is told apart
-            return f"mm_projector_type {kind!r} is an older model's"
-        return super().resembles(config)
+        if cls.has_name(config) and kind != "patchmergerv2":  # K2.5 has another one
+            return f"mm_projector_type {kind!r} belongs to an older model"
+        return super().why_lookalike(config)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.vision = VisionConfig.read(checkpoint.config)
         self.processor, self.background = ProcessorConfig.read(checkpoint)
         check_agreement(patch_size=(self.processor.patch_size, self.vision.patch_size))
-        # x/255, - mean and * 1/std, each in float64 and rounded to float32, as NumPy does in place.
+        # x/255, - mean and * 1/std, each computed in float64 and rounded to float32, as NumPy does in place.
         x = (np.arange(256) / 255.0).astype(np.float32)
         mean, std = (np.array(v)[:, None] for v in (self.processor.image_mean, self.processor.image_std))
         self.table = torch.from_numpy(((x - mean).astype(np.float32) * (1.0 / std)).astype(np.float32))
@@ -191,18 +190,18 @@ class KimiK3(Family):
 
     def patches(self, picture: Picture, plan: Plan) -> Patches:
         if self.processor.transparent_bg_fill_stage == "before_resize":
-            picture = Picture(over_background(picture, self.background))
+            picture = Picture(composite_over(picture, self.background))
         if picture.native is not None or picture.pixels.shape[2] == 4:
-            picture = Picture(over_background(resize_native(picture, plan.content), self.background))
-        return cut(picture.pixels, plan, patch=self.vision.patch_size, bicubic=Bicubic.PILLOW, fill=0)
+            picture = Picture(composite_over(resize_native(picture, plan.content), self.background))
+        patch = self.vision.patch_size
+        return resize_and_patchify(picture.pixels, plan, patch=patch, bicubic=Bicubic.PILLOW, fill=0)
 
     def build_tower(self, device: torch.device, dtype: torch.dtype) -> KimiTower:
         tower = KimiTower(self.vision, self.table.to(device, dtype))
-        ported = "mm_projector.linear_1.weight" in self.checkpoint.files
-        names = _NAMES + (_PORTED if ported else _RELEASED)
-        load_into(tower, self.checkpoint, names, self.scopes, device, dtype)
+        names = _NAMES + (_PORTED if "mm_projector.linear_1.weight" in self.checkpoint.files else _RELEASED)
+        load_into(tower, self.checkpoint, names, self.tensor_prefixes, device, dtype)
         for block in tower.trunk.blocks:
-            block.attn.pair_halves()
+            block.attn.deinterleave_rope()
         return tower
 
 
@@ -241,10 +240,10 @@ class KimiTower(nn.Module):
         self.post_norm = RMSNorm(config.text_hidden_size, config.projector_ln_eps)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [sum(h·w), 3·patch²] and a grid (1, h, w) an image -> rows [sum(h·w) / 4, out]."""
+        """uint8 [sum(h·w), 3·patch²] and one grid (1, h, w) per image -> rows [sum(h·w) / 4, out]."""
         if any(h % _MERGE or w % _MERGE for _, h, w in grids):
             raise ValueError(f"the sides of grids {list(grids)} must be multiples of {_MERGE}")
         parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
-        merged = [cells(part, grid, _MERGE).flatten(1) for part, grid in zip(parts, grids, strict=True)]
+        merged = [layers.windows(p, g, _MERGE).flatten(1) for p, g in zip(parts, grids, strict=True)]
         rows = self.projector(torch.cat(merged))
         return self.post_norm(rows).to(rows.dtype)

@@ -1,9 +1,9 @@
-"""What towers are made of. Parameters are declared without storage and assigned from a checkpoint.
+"""Layers of the vision towers. Parameters are declared without storage and assigned from a checkpoint.
 
-Matrix products run in the tower's dtype; between them (residual stream, norms, rotations) values stay
-float32. In bfloat16 that is nearer to the float32 result than the references' own bfloat16 runs, and
-takes fewer kernels than casting back and forth. Nothing here reads Torch's default dtype or device,
-which belong to the host.
+Matrix products run in the tower's dtype; everything between them (residual stream, norms, RoPE) is float32.
+For bfloat16 towers that is closer to the float32 result than the references' own bfloat16 runs, and needs
+fewer kernels than casting back and forth. Nothing here reads Torch's default dtype or device: they belong to
+the host.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.nn import functional as F
 Grid: TypeAlias = tuple[int, int, int]
 """A patch grid (t, h, w), before merging."""
 
-Rotation: TypeAlias = tuple[Tensor, Tensor]
-"""cos and sin, float32 [tokens, 1, head_dim/2]."""
+Rope: TypeAlias = tuple[Tensor, Tensor]
+"""RoPE tables: cos and sin, float32 [tokens, 1, head_dim/2]."""
 
 
 def parameter(*shape: int) -> nn.Parameter:
-    """A parameter's name and shape; its values come with `load_state_dict(assign=True)`."""
+    """Declare a parameter's shape; `load_state_dict(assign=True)` gives it values."""
     return nn.Parameter(torch.empty(shape, device="meta", dtype=torch.float32), requires_grad=False)
 
 
 class Linear(nn.Module):
-    """x @ weight.T + bias in the weight's dtype. A weight declared with more axes (a convolution whose
-    kernel is its stride) is used as [out, everything else].
+    """x @ weight.T + bias in the weight's dtype. A weight with more axes (a convolution whose stride equals
+    its kernel) is used as [out, product of the others].
     """
 
     def __init__(self, out: int, *inputs: int, bias: bool = True) -> None:
@@ -67,7 +67,7 @@ class LayerNorm(nn.Module):
 
 
 class ClampedSwiGLU(nn.Module):
-    """down(silu(min(gate, limit)) * clip(up, -limit, limit)): the gate is bounded from above only."""
+    """down(silu(min(gate, limit)) * clip(up, -limit, limit)): the gate has an upper bound only."""
 
     def __init__(self, width: int, inner: int, limit: float, *, bias: bool) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ class ClampedSwiGLU(nn.Module):
         self.limit = limit
 
     def forward(self, x: Tensor) -> Tensor:
-        # The projections' outputs are this call's own, so they are changed in place.
+        # Nothing else holds the projections' outputs, so they can be changed in place.
         gate = F.silu(self.gate_proj(x).clamp_(max=self.limit), inplace=True)
         up = self.up_proj(x).clamp_(-self.limit, self.limit)
         return self.down_proj(gate.mul_(up))
 
 
 class PackedSwiGLU(nn.Module):
-    """down(silu(gate) * up), where one matrix holds the gate's rows and then up's; no biases."""
+    """down(silu(gate) * up), with the rows of gate and up in one matrix, in that order; no biases."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class PackedSwiGLU(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """down(gelu(up(x))), the GELU exact or in its tanh approximation."""
+    """down(gelu(up(x))), with the exact GELU or its tanh approximation."""
 
     def __init__(self, width: int, inner: int, *, out: int = 0, bias: bool, tanh: bool = False) -> None:
         super().__init__()
@@ -110,10 +110,10 @@ class GeluMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Bidirectional multi-head self-attention over packed segments, with rotated queries and keys.
+    """Bidirectional multi-head self-attention with RoPE over packed segments.
 
-    `qkv` holds the rows of q, k and v, each head-major. With `norm_eps` queries and keys are normalised
-    a head, before they are rotated. `inner` is the heads' width together, by default `width`.
+    `qkv` holds the rows of q, k and v, each head-major. With `norm_eps`, queries and keys are normalised per
+    head before RoPE. `inner` is the width of all heads together, by default `width`.
     """
 
     def __init__(
@@ -127,23 +127,23 @@ class Attention(nn.Module):
         self.q_norm = None if norm_eps is None else RMSNorm(self.head_dim, norm_eps)
         self.k_norm = None if norm_eps is None else RMSNorm(self.head_dim, norm_eps)
 
-    def pair_halves(self) -> None:
-        """Reorder the query and key rows of every head, once, so that `rotate_halves` serves a checkpoint
-        that rotates dims (2j, 2j+1), even j by the column and odd j by the row. Dot products do not mind.
+    def deinterleave_rope(self) -> None:
+        """Reorder each head's query and key rows, once, so that `apply_rope` suits a checkpoint that rotates
+        dims (2j, 2j+1), even j by the column and odd j by the row. Dot products stay the same.
         """
         dim = self.head_dim
-        pairs = [*range(1, dim // 2, 2), *range(0, dim // 2, 2)]  # by the row first, as in grid_rotation
+        pairs = [*range(1, dim // 2, 2), *range(0, dim // 2, 2)]  # rows first, as in grid_rope
         order = [2 * j for j in pairs] + [2 * j + 1 for j in pairs]
         for values in (self.qkv.weight, self.qkv.bias):
             if values is not None:
                 by_head = values.view(3, self.heads, dim, -1)
                 by_head[:2] = by_head[:2, :, order]
 
-    def forward(self, x: Tensor, turns: Rotation, lengths: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, lengths: Sequence[int]) -> Tensor:
         q, k, v = self.qkv(x).view(x.shape[0], 3, self.heads, -1).unbind(1)
         q = q.float() if self.q_norm is None else self.q_norm(q)
         k = k.float() if self.k_norm is None else self.k_norm(k)
-        q, k = rotate_halves(q, turns).to(v.dtype), rotate_halves(k, turns).to(v.dtype)
+        q, k = apply_rope(q, rope).to(v.dtype), apply_rope(k, rope).to(v.dtype)
         return self.proj(attention(q, k, v, lengths))
 
 
@@ -154,16 +154,16 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attn, self.norm2, self.mlp = norm1, attn, norm2, mlp
 
-    def forward(self, x: Tensor, turns: Rotation, lengths: Sequence[int]) -> Tensor:
-        x = x + self.attn(self.norm1(x), turns, lengths)
+    def forward(self, x: Tensor, rope: Rope, lengths: Sequence[int]) -> Tensor:
+        x = x + self.attn(self.norm1(x), rope, lengths)
         return x + self.mlp(self.norm2(x))
 
 
-def look_up(patches: Tensor, table: Tensor) -> Tensor:
-    """Normalise bytes by table: uint8 [n, channels·k] and [channels, 256] -> [n, channels, k].
+def normalize_bytes(patches: Tensor, table: Tensor) -> Tensor:
+    """Normalise bytes by table lookup: uint8 [n, channels·k] and [channels, 256] -> [n, channels, k].
 
-    A reference's normalisation is a function of channel and byte, so its own 256 results a channel,
-    looked up, are exact in any dtype and on any device.
+    A reference's normalisation is a function of channel and byte, so a table of its 256 results per
+    channel is exact in any dtype and on any device.
     """
     channels = table.shape[0]
     offsets = torch.arange(channels, dtype=torch.int32, device=patches.device) * 256
@@ -172,14 +172,14 @@ def look_up(patches: Tensor, table: Tensor) -> Tensor:
 
 
 def repeat_frame(values: Tensor, frames: int) -> Tensor:
-    """[n, c, y·x] -> [n, c·frames·y·x]: a still image is a clip of equal frames."""
+    """Repeat a still image as equal frames of a clip: [n, c, y·x] -> [n, c·frames·y·x]."""
     n, channels, area = values.shape
     return values.unsqueeze(2).expand(n, channels, frames, area).reshape(n, -1)
 
 
-def cells(x: Tensor, grid: Grid, side: int) -> Tensor:
-    """[h·w, width] in raster order -> [cells, side, side, width], cells of side x side patches in raster
-    order; what a cell has beyond the grid is zero.
+def windows(x: Tensor, grid: Grid, side: int) -> Tensor:
+    """Partition [h·w, width] in raster order into windows of side x side patches, in raster order, padded
+    with zeros beyond the grid: [windows, side, side, width].
     """
     _, h, w = grid
     x = F.pad(x.view(h, w, -1), (0, 0, 0, -w % side, 0, -h % side))
@@ -187,7 +187,7 @@ def cells(x: Tensor, grid: Grid, side: int) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Bidirectional attention within each of the packed segments of `lengths`.
+    """Compute bidirectional attention within each packed segment; `lengths` are the segments' tokens.
 
     q, k and v are [tokens, heads, dim] with any strides; returns [tokens, heads·dim].
     """
@@ -199,8 +199,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor
     return merged[0] if len(merged) == 1 else torch.cat(merged)
 
 
-def rotate_halves(x: Tensor, turns: Rotation) -> Tensor:
-    """Rotary embedding over pairs (j, j + dim/2) of [tokens, heads, dim]."""
-    cos, sin = turns
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
+    """Apply rotary embedding to [tokens, heads, dim], over pairs of dims (j, j + dim/2)."""
+    cos, sin = rope
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,4 +1,4 @@
-"""Which families there are, and which one a checkpoint is of."""
+"""The list of families, and which of them a checkpoint belongs to."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FAMILIES: tuple[type[Family], ...] = (Glm53, KimiK3, DeepSeek41)
 
 
 def load_family(checkpoint: str | Path, name: str | None = None) -> tuple[Checkpoint, Family]:
-    """Open a checkpoint and read it as the family it is of, or as `name` says.
+    """Open a checkpoint and read its config as the family that recognises it, or as the family `name`.
 
-    Raises ValueError for an unknown name, CheckpointError when no family recognises the config, when the
-    name contradicts it, or when the config is not supported.
+    Raises ValueError for an unknown name; CheckpointError if no family recognises the config, if `name`
+    contradicts it, or if the config is not supported.
     """
     by_name = {family.name: family for family in FAMILIES}
     if name is not None and name not in by_name:
@@ -26,19 +26,19 @@ def load_family(checkpoint: str | Path, name: str | None = None) -> tuple[Checkp
     opened = Checkpoint(checkpoint)
     config = opened.config
     described = f"model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r}"
-    several = [family for family in FAMILIES if family.recognises(config)]
-    if len(several) > 1:
-        raise CheckpointError(f"config.json is of {' and '.join(f.name for f in several)} ({described})")
-    if several:
-        (recognised,) = several
+    matching = [family for family in FAMILIES if family.recognises(config)]
+    if len(matching) > 1:
+        raise CheckpointError(f"config.json is of {' and '.join(f.name for f in matching)} ({described})")
+    if matching:
+        (recognised,) = matching
         if name not in (None, recognised.name):
             raise CheckpointError(
                 f"family={name!r} contradicts config.json, which is of {recognised.name} ({described})"
             )
         return opened, recognised(opened)
-    alike = [f"it looks like {f.name}, but {why}" for f in FAMILIES if (why := f.resembles(config))]
-    if alike:
-        raise CheckpointError(f"config.json is refused: {'; '.join(alike)} ({described})")
+    lookalikes = [f"it looks like {f.name}, but {why}" for f in FAMILIES if (why := f.why_lookalike(config))]
+    if lookalikes:
+        raise CheckpointError(f"config.json is refused: {'; '.join(lookalikes)} ({described})")
     if name is None:
-        raise CheckpointError(f"no family fits config.json ({described}); there are {', '.join(by_name)}")
+        raise CheckpointError(f"no family fits config.json ({described}); try family={' or '.join(by_name)}")
     return opened, by_name[name](opened)

@@ -1,4 +1,4 @@
-"""What the families' towers have in common, from bytes to the last norm, and how they get their values."""
+"""The part that all families' towers share, from bytes to the last norm, and the loading of weights."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layers import Block, Grid, LayerNorm, Linear, RMSNorm, Rotation, look_up, parameter, repeat_frame
+from .layers import Block, Grid, LayerNorm, Linear, RMSNorm, Rope, normalize_bytes, parameter, repeat_frame
 from .weights import Checkpoint
 
 Renames: TypeAlias = Sequence[tuple[str, str]]
-"""Pairs: a piece of a module's tensor name, and what it is in the checkpoint's. Applied in order."""
+"""Pairs of a part of a module's tensor name and its replacement in the checkpoint. Applied in order."""
 
 
 class Trunk(nn.Module):
-    """Normalisation by table, patch embedding, positions, blocks, norm; for packed images.
+    """Byte normalisation, patch embedding, positions, blocks and final norm, for packed images.
 
-    table: [channels, 256], the value of each byte.
+    table: [channels, 256], the normalised value of each byte.
     merge: patches of a merge x merge block are consecutive; 1 is raster order.
-    frames: equal frames that a still image's patch is made of.
+    frames: number of equal frames in a still image's patch.
     """
 
     def __init__(
@@ -46,25 +46,25 @@ class Trunk(nn.Module):
         self.tables = GridTables()
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [sum(t·h·w), channels·patch²] and a grid an image -> float32 [sum(t·h·w), width]."""
+        """uint8 [sum(t·h·w), channels·patch²] and one grid per image -> float32 [sum(t·h·w), width]."""
         _check_packing(patches, grids, self.merge)
-        pixels = repeat_frame(look_up(patches, self.table), self.frames)
+        pixels = repeat_frame(normalize_bytes(patches, self.table), self.frames)
         x = self.embed(pixels).float()
         device = x.device
         if self.positions is not None:
             make = self.positions.interpolated
             x = x + torch.cat([self.tables.get(("positions", g), partial(make, g))[0] for g in grids])
-        rotate = partial(grid_rotation, self.merge, self.blocks[0].attn.head_dim, self.theta, device)
-        turns = _pack([self.tables.get(("turns", g), partial(rotate, g)) for g in grids])
-        lengths = [h * w for t, h, w in grids for _ in range(t)]  # frames do not see each other
+        make_rope = partial(grid_rope, self.merge, self.blocks[0].attn.head_dim, self.theta, device)
+        rope = _pack([self.tables.get(("rope", g), partial(make_rope, g)) for g in grids])
+        lengths = [h * w for t, h, w in grids for _ in range(t)]  # no attention between frames
         for block in self.blocks:
-            x = block(x, turns, lengths)
+            x = block(x, rope, lengths)
         return self.norm(x)
 
 
-def grid_rotation(merge: int, head_dim: int, theta: float, device: torch.device, grid: Grid) -> Rotation:
-    """The rotation of one grid's patches: angles (row·f, column·f) with f_k = theta^(-2k / (head_dim/2)),
-    where the patches of a merge x merge block are consecutive. Computed on `device`.
+def grid_rope(merge: int, head_dim: int, theta: float, device: torch.device, grid: Grid) -> Rope:
+    """Compute the RoPE tables of one grid on `device`: angles (row·f, column·f) with
+    f_k = theta^(-2k / (head_dim/2)), the patches of a merge x merge block consecutive.
     """
     t, h, w = grid
     half = head_dim // 2
@@ -78,7 +78,7 @@ def grid_rotation(merge: int, head_dim: int, theta: float, device: torch.device,
 
 
 class PositionTable(nn.Module):
-    """Learned positions on a fixed grid, interpolated to any other."""
+    """Learned position embeddings of a fixed grid, interpolated to other grids."""
 
     def __init__(self, height: int, width: int, channels: int, mode: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class PositionTable(nn.Module):
         self.mode = mode
 
     def interpolated(self, grid: Grid) -> tuple[Tensor]:
-        """float32 [t·h·w, channels], in raster order."""
+        """Return the embeddings of `grid`, float32 [t·h·w, channels] in raster order."""
         t, h, w = grid
         table = self.weight.float()
         if table.shape[:2] != (h, w):
@@ -96,11 +96,10 @@ class PositionTable(nn.Module):
 
 
 class GridTables(threading.local):
-    """Tables that depend on nothing but a grid, kept so that they are computed once.
+    """An LRU cache of tables that depend on a grid alone.
 
-    Each thread has its own: a replica's thread has its own stream, and a table made on one stream must
-    not be read on another that has not waited for it. The least recently used go when `max_bytes` are
-    exceeded; one that is larger is not kept.
+    One cache per thread: each replica's thread has its own CUDA stream, and a table made on one stream must
+    not be read on another that has not waited for it. Tables larger than `max_bytes` are not kept.
     """
 
     def __init__(self, max_bytes: int = 64 * 1024**2) -> None:
@@ -109,7 +108,7 @@ class GridTables(threading.local):
         self._tables: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> Any:
-        """The table under `key`, made if it is not there."""
+        """Return the table under `key`; call `make` if it is missing."""
         if key in self._tables:
             self._tables.move_to_end(key)
             return self._tables[key]
@@ -124,7 +123,7 @@ class GridTables(threading.local):
         return table
 
 
-def _pack(tables: Sequence[Rotation]) -> Rotation:
+def _pack(tables: Sequence[Rope]) -> Rope:
     if len(tables) == 1:
         return tables[0]
     cos, sin = zip(*tables, strict=True)
@@ -145,30 +144,30 @@ def load_into(
     module: nn.Module,
     checkpoint: Checkpoint,
     renames: Renames,
-    scopes: Sequence[str],
+    prefixes: Sequence[str],
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Give a declared module its values from a checkpoint, of which all under `scopes` must be known."""
+    """Load a declared module from a checkpoint. Raises CheckpointError for unknown names under `prefixes`."""
     declared = module.state_dict()
     names = {name: rename(name, renames) for name in declared}
     exact = _norm_tensors(module)
     wanted = {
         names[name]: value.to(torch.float32 if name in exact else dtype) for name, value in declared.items()
     }
-    tensors = checkpoint.load(wanted, scopes, device)
+    tensors = checkpoint.load(wanted, prefixes, device)
     assign(module, {name: tensors[theirs] for name, theirs in names.items()})
 
 
 def rename(name: str, renames: Renames) -> str:
-    """A module's tensor name -> the checkpoint's."""
+    """Translate a module's tensor name to the checkpoint's."""
     for ours, theirs in renames:
         name = name.replace(ours, theirs)
     return name
 
 
 def assign(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a declared module its values; norms have theirs in float32."""
+    """Assign values to a declared module; the parameters of norms become float32."""
     exact = _norm_tensors(module)
     values = {name: value.float() if name in exact else value for name, value in tensors.items()}
     module.load_state_dict(values, assign=True)

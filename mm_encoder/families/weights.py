@@ -1,4 +1,4 @@
-"""A checkpoint directory: its JSON files and its safetensors shards, of which only some tensors are read."""
+"""A checkpoint directory: its JSON files and its safetensors shards, read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..errors import CheckpointError
 from ..runtime import usable_cpus
 
 _INDEX = "model.safetensors.index.json"
-_PLAIN = ("F64", "F32", "F16", "BF16")  # anything else under a tower's prefix is quantised
-_LISTED = 8  # names given of each kind in an error
+_PLAIN = ("F64", "F32", "F16", "BF16")  # other dtypes under a tower's prefix are quantised weights
+_LISTED = 8  # names of each kind that an error lists
 
 
 class Checkpoint:
@@ -39,11 +39,11 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The model's name by its config, else the directory's."""
+        """The model's name in its config, else the directory's name."""
         return str(self.config.get("_name_or_path") or self.path.resolve().name)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file of the directory, None if there is no such file."""
+        """Return the object in a JSON file of the directory, None if there is no such file."""
         try:
             value = json.loads((self.path / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -55,7 +55,7 @@ class Checkpoint:
         return value
 
     def only_prefix(self, prefixes: Sequence[str]) -> str:
-        """The one of `prefixes` under which there are tensors; raises when there is none or several."""
+        """Return the one of `prefixes` that has tensors. Raises CheckpointError if none or several do."""
         present = [p for p in prefixes if any(name.startswith(p) for name in self.files)]
         if len(present) != 1:
             found = "none of" if not present else f"{len(present)} of"
@@ -68,15 +68,15 @@ class Checkpoint:
     def load(
         self,
         wanted: Mapping[str, torch.Tensor],
-        scopes: Sequence[str],
+        prefixes: Sequence[str],
         device: torch.device,
     ) -> dict[str, torch.Tensor]:
-        """Read tensors by name as owned copies on `device`, each of the shape and dtype in `wanted`.
+        """Read tensors by name as copies on `device`, each with the shape and dtype in `wanted`.
 
-        Every name that begins with one of `scopes` must be known: missing, unexpected, misshapen and
+        `wanted` must have every name that begins with one of `prefixes`: missing, unexpected, misshapen and
         quantised tensors raise one CheckpointError that lists them all.
         """
-        names = {name for name in self.files if name.startswith(tuple(scopes))}
+        names = {name for name in self.files if name.startswith(tuple(prefixes))}
         missing, unexpected = sorted(wanted.keys() - names), sorted(names - wanted.keys())
         misshapen: list[str] = []
         quantised: list[str] = []
@@ -97,7 +97,7 @@ class Checkpoint:
                     elif kind not in _PLAIN:
                         quantised.append(f"{name} {kind}")
                     elif not (missing or unexpected or misshapen or quantised):
-                        # A copy: the file is mapped, and must not be held open by the weights.
+                        # A copy, or the weights would keep the memory-mapped file open.
                         tensors[name] = shard.get_tensor(name).to(device, wanted[name].dtype, copy=True)
         if missing or unexpected or misshapen or quantised:
             raise CheckpointError(
@@ -105,11 +105,11 @@ class Checkpoint:
             )
         return tensors
 
-    def digest(self, scopes: Sequence[str]) -> str:
-        """SHA-256, in hex, over names, dtypes, shapes and bytes of the tensors whose names begin with one
-        of `scopes`: the same however they are spread over files. Reads them once, side by side.
+    def digest(self, prefixes: Sequence[str]) -> str:
+        """Return the SHA-256, in hex, of the names, dtypes, shapes and bytes of the tensors whose names begin
+        with one of `prefixes`, independent of their order and files. Reads them once, in parallel.
         """
-        names = sorted(name for name in self.files if name.startswith(tuple(scopes)))
+        names = sorted(name for name in self.files if name.startswith(tuple(prefixes)))
 
         def one(name: str) -> bytes:
             with self._open(self.files[name]) as shard:
@@ -119,11 +119,11 @@ class Checkpoint:
             hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
             return hasher.digest()
 
-        with ThreadPoolExecutor(usable_cpus()) as pool:  # hashing and reading leave the GIL alone
+        with ThreadPoolExecutor(usable_cpus()) as pool:  # hashing and reading release the GIL
             return hashlib.sha256(b"".join(pool.map(one, names))).hexdigest()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """A tensor's shape, None if there is no such tensor."""
+        """Return a tensor's shape, None if there is no such tensor."""
         if name not in self.files:
             return None
         with self._open(self.files[name]) as shard:
@@ -131,7 +131,7 @@ class Checkpoint:
 
     @cached_property
     def files(self) -> Mapping[str, str]:
-        """Which file each tensor of the checkpoint lies in, by the tensor's name."""
+        """File names by the names of the tensors that they contain."""
         index = self.read_json(_INDEX)
         if index is not None:
             weight_map = index.get("weight_map")
@@ -139,14 +139,14 @@ class Checkpoint:
                 raise CheckpointError(f"{_INDEX} has no weight_map")
             for file in weight_map.values():
                 if not isinstance(file, str) or Path(file).name != file:
-                    raise CheckpointError(f"{_INDEX} names {file!r}, which is no file beside it")
+                    raise CheckpointError(f"{_INDEX} names {file!r}, which is not a file beside it")
             return weight_map
         files: dict[str, str] = {}
         for path in sorted(self.path.glob("*.safetensors")):
             with self._open(path.name) as shard:
                 for name in shard.keys():
                     if name in files:
-                        raise CheckpointError(f"{name} lies in {files[name]} and in {path.name}")
+                        raise CheckpointError(f"{name} is in both {files[name]} and {path.name}")
                     files[name] = path.name
         if not files:
             raise CheckpointError(f"no safetensors file with tensors in {str(self.path)!r}")

@@ -1,1 +1,1 @@
-"""From whatever a caller gives to uint8 pixels and patches. Knows no model family."""
+"""Image inputs to uint8 pixels and patches. Independent of the model families."""

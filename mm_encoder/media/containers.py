@@ -1,4 +1,4 @@
-"""Walking files without decoding them: PNG and RIFF chunks, JPEG segments, GIF blocks; all bounded."""
+"""Walk image files without decoding them: PNG and RIFF chunks, JPEG segments, GIF blocks; all bounded."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import NamedTuple
 from ..contract import ImageSize
 from ..errors import MediaDecodeError
 
-# Far more chunks or segments than any encoder writes; a file of nothing else would only burn time.
+# Far more chunks or segments than any encoder writes: a file of many tiny ones would only burn CPU time.
 MAX_CHUNKS = 1 << 17
 # A GIF's data comes in sub-blocks of up to 255 bytes: 256 MiB in well-filled ones.
 MAX_SUB_BLOCKS = 1 << 20
-# Each scan of a JPEG is a pass over the whole picture, however few bytes it has; libjpeg-turbo's own
-# fuzzers stop here, and encoders write ten.
+# Each JPEG scan is a pass over the whole image, however few bytes it has. Encoders write about ten;
+# libjpeg-turbo's own fuzzers stop at this number.
 MAX_SCANS = 500
 
 
 class Chunk(NamedTuple):
-    """A PNG or RIFF chunk: its name, and where its payload starts and ends in the file."""
+    """A PNG or RIFF chunk: its name, and the byte offsets of its payload."""
 
     name: bytes
     start: int
@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
 
 
 def png_chunks(data: bytes) -> Iterator[Chunk]:
-    """Walk a PNG's chunks up to IEND or the end of the data; a cut last chunk ends past the data."""
+    """Yield a PNG's chunks up to IEND or the end of the data; a truncated last chunk ends past the data."""
     at = 8
     for _ in range(MAX_CHUNKS):
         if at + 8 > len(data):
@@ -39,11 +39,11 @@ def png_chunks(data: bytes) -> Iterator[Chunk]:
         if chunk.name == b"IEND":
             return
         at = chunk.end + 4
-    raise MediaDecodeError(f"a PNG of more than {MAX_CHUNKS} chunks")
+    raise MediaDecodeError(f"the PNG has more than {MAX_CHUNKS} chunks")
 
 
 def riff_chunks(data: bytes) -> Iterator[Chunk]:
-    """Walk a WebP's chunks up to the end that its RIFF header gives, or that of the data."""
+    """Yield a WebP's chunks up to the end of the RIFF container, or of the data if that comes first."""
     last = min(len(data), 8 + int.from_bytes(data[4:8], "little"))
     at = 12
     for _ in range(MAX_CHUNKS):
@@ -52,10 +52,12 @@ def riff_chunks(data: bytes) -> Iterator[Chunk]:
         name, length = struct.unpack_from("<4sI", data, at)
         chunk = Chunk(name, at + 8, at + 8 + length)
         if chunk.end > last:
-            raise MediaDecodeError("the WebP is truncated or corrupt (a chunk reaches over its end)")
+            raise MediaDecodeError(
+                "the WebP is truncated or corrupt (a chunk extends past the end of the file)"
+            )
         yield chunk
         at = chunk.end + (length & 1)
-    raise MediaDecodeError(f"a WebP of more than {MAX_CHUNKS} chunks")
+    raise MediaDecodeError(f"the WebP has more than {MAX_CHUNKS} chunks")
 
 
 # --- JPEG --------------------------------------------------------------------------------------------
@@ -64,13 +66,13 @@ SOS, EOI, APP0, APP1, APP14 = 0xDA, 0xD9, 0xE0, 0xE1, 0xEE
 START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = frozenset({0xC2, 0xC6, 0xCA, 0xCE})
 
-# A marker is 0xFF and a byte that is no fill, no escaped 0xFF of entropy-coded data, no restart and
-# nothing else that stands alone.
+# A segment's marker: 0xFF and a byte that is not padding, not an escaped 0xFF of entropy-coded data, and not
+# a marker without a payload (restart, TEM, SOI).
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)
 
 
 class Segment(NamedTuple):
-    """A JPEG segment: its marker, and where its payload starts and ends."""
+    """A JPEG segment: its marker, and the byte offsets of its payload."""
 
     marker: int
     start: int
@@ -78,8 +80,8 @@ class Segment(NamedTuple):
 
 
 def jpeg_segments(data: bytes) -> Iterator[Segment]:
-    """Walk a JPEG's segments, passing over whatever lies between them, scans included, up to the end
-    marker or the end of the data. Raises struct.error where a length is cut.
+    """Yield a JPEG's segments up to the end marker or the end of the data. Skips everything between
+    segments, entropy-coded data included. Raises struct.error if a length field is truncated.
     """
     at = 2
     for _ in range(MAX_CHUNKS):
@@ -92,19 +94,19 @@ def jpeg_segments(data: bytes) -> Iterator[Segment]:
             return
         (length,) = struct.unpack_from(">H", data, start)
         if length < 2:
-            raise MediaDecodeError("the JPEG is corrupt (a segment shorter than its own length)")
+            raise MediaDecodeError("the JPEG is corrupt (a segment is shorter than its own length field)")
         at = start + length
         yield Segment(marker, start + 2, at)
-    raise MediaDecodeError(f"a JPEG of more than {MAX_CHUNKS} segments")
+    raise MediaDecodeError(f"the JPEG has more than {MAX_CHUNKS} segments")
 
 
 def check_jpeg_scans(data: bytes) -> None:
-    """Raise MediaDecodeError unless the scans hold every coefficient of every component to its last bit.
+    """Raise MediaDecodeError unless the scans contain every coefficient of every component to its last bit.
 
-    Early scans alone are a picture to libjpeg, as long as an end marker follows.
+    libjpeg accepts the early scans of a progressive JPEG as an image if an end marker follows them.
     """
     progressive, scans = False, 0
-    missing: dict[int, int] = {}  # of each component, a bit a coefficient
+    missing: dict[int, int] = {}  # per component: one bit for each of the 64 coefficients
     for marker, start, _ in jpeg_segments(data):
         if marker in START_OF_FRAME:
             progressive = marker in _PROGRESSIVE
@@ -113,7 +115,7 @@ def check_jpeg_scans(data: bytes) -> None:
         elif marker == SOS:
             scans += 1
             if scans > MAX_SCANS:
-                raise MediaDecodeError(f"a JPEG of more than {MAX_SCANS} scans")
+                raise MediaDecodeError(f"the JPEG has more than {MAX_SCANS} scans")
             spectrum = start + 1 + 2 * data[start]
             first, last, bits = data[spectrum], data[spectrum + 1], data[spectrum + 2] & 15
             if not progressive:
@@ -127,12 +129,12 @@ def check_jpeg_scans(data: bytes) -> None:
     raise MediaDecodeError("the JPEG is truncated (some of its scans are missing)")
 
 
-def tidy_jpeg(data: bytes, channels: int) -> bytes:
-    """The same picture without what libjpeg merely warns of before it comes to the pixels: stray bytes
-    between segments, an unknown JFIF revision or Adobe transform (taken as YCbCr or YCCK), a sequential
-    scan with a progressive one's parameters.
+def repair_jpeg_headers(data: bytes, channels: int) -> bytes:
+    """Return the same JPEG without the header faults that libjpeg warns about before it decodes pixels:
+    stray bytes between segments, an unknown JFIF revision or Adobe transform (taken as YCbCr or YCCK),
+    progressive parameters on a sequential scan.
     """
-    tidy, progressive = bytearray(data[:2]), False
+    repaired, progressive = bytearray(data[:2]), False
     for marker, start, end in jpeg_segments(data):
         payload = bytearray(data[start:end])
         if marker == APP0 and payload.startswith(b"JFIF\0") and len(payload) >= 14:
@@ -143,17 +145,17 @@ def tidy_jpeg(data: bytes, channels: int) -> bytes:
             progressive = marker in _PROGRESSIVE
         elif marker == SOS and not progressive:
             payload[-3:] = b"\x00\x3f\x00"
-        tidy += b"\xff" + bytes([marker]) + (len(payload) + 2).to_bytes(2) + payload
+        repaired += b"\xff" + bytes([marker]) + (len(payload) + 2).to_bytes(2) + payload
         if marker == SOS:
-            return bytes(tidy + data[end:])
-    raise MediaDecodeError("the JPEG is truncated (it has no scan)")
+            return bytes(repaired + data[end:])
+    raise MediaDecodeError("the JPEG is truncated (it contains no scan)")
 
 
 # --- GIF ---------------------------------------------------------------------------------------------
 
 
 class GifFrame(NamedTuple):
-    """A GIF's canvas with its first frame: where the frame's own extensions and data lie in the file."""
+    """A GIF's canvas size, and the byte offsets of its first frame."""
 
     canvas: ImageSize
     tables_end: int  # end of the header and the global colour table
@@ -163,31 +165,31 @@ class GifFrame(NamedTuple):
 
 
 def gif_first_frame(data: bytes, *, whole: bool) -> GifFrame:
-    """Find the first frame; with `whole`, its image data must be complete. Raises IndexError or
-    struct.error where the data ends too early.
+    """Find the first frame. With `whole`, its image data must be complete. Raises IndexError or
+    struct.error if the data ends too early.
     """
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = tables_end = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     control = None
     for _ in range(MAX_CHUNKS):
         block = data[at]
-        if block == 0x21:  # an extension; the last graphic control before the frame is the frame's
+        if block == 0x21:  # an extension; the last graphic control before a frame applies to it
             if data[at + 1] == 0xF9 and data[at + 2] == 4:
                 control = at
             at = _skip_sub_blocks(data, at + 2)
         elif block == 0x2C:
             left, top, wide, high, local = struct.unpack_from("<HHHHB", data, at + 1)
-            # A frame that reaches over the canvas widens it, as in Pillow.
+            # A frame that extends past the canvas enlarges it, as in Pillow.
             canvas = ImageSize(max(width, left + wide), max(height, top + high))
             end = at + 10 + (3 << (local & 7) + 1 if local & 0x80 else 0) + 1
             if whole:
                 end = _skip_sub_blocks(data, end)
             return GifFrame(canvas, tables_end, control, at, end)
         elif block == 0x3B:
-            raise MediaDecodeError("the GIF holds no frame")
+            raise MediaDecodeError("the GIF contains no frame")
         else:
-            at += 1  # stray bytes between blocks are passed over, as readers do
-    raise MediaDecodeError(f"a GIF of more than {MAX_CHUNKS} blocks before its first frame")
+            at += 1  # skip stray bytes between blocks, as other readers do
+    raise MediaDecodeError(f"the GIF has more than {MAX_CHUNKS} blocks before its first frame")
 
 
 def _skip_sub_blocks(data: bytes, at: int) -> int:
@@ -196,4 +198,4 @@ def _skip_sub_blocks(data: bytes, at: int) -> int:
         at += 1 + length
         if length == 0:
             return at
-    raise MediaDecodeError(f"a GIF of more than {MAX_SUB_BLOCKS} sub-blocks in one block")
+    raise MediaDecodeError(f"the GIF has more than {MAX_SUB_BLOCKS} sub-blocks in one block")

@@ -1,9 +1,9 @@
-"""Encoded bytes -> a decoded picture, as shown.
+"""Encoded bytes to a decoded image, oriented as a viewer shows it.
 
-JPEG goes through libjpeg-turbo (`simplejpeg`): the same bits as Pillow without its last copy, and its
-warnings can be told apart, so a picture of which half is missing is an error even when it ends properly.
-Every other format goes through Pillow, each handed over so that nothing the host has set in Pillow
-matters: a PNG is cut down to the chunks that carry pixels, a GIF to its first frame.
+JPEG is decoded by libjpeg-turbo (`simplejpeg`): the same bits as Pillow with one copy less, and its warnings
+are available, so an image of which half is missing is an error even if it has an end marker. All other
+formats go to Pillow, each passed so that no Pillow setting of the host matters: a PNG reduced to its pixel
+chunks, a GIF to its first frame.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from PIL import (
 
 from ..config import MediaLimits
 from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
-from .containers import check_jpeg_scans, gif_first_frame, tidy_jpeg
+from .containers import check_jpeg_scans, gif_first_frame, repair_jpeg_headers
 from .header import Header, read_header
 from .picture import Picture, Pixels, without_alpha
 from .png import pixel_chunks
 
 
 def decode(data: bytes, limits: MediaLimits, *, exif_orientation: bool = True) -> Picture:
-    """Decode the first frame of an encoded still image, and turn it as a viewer would.
+    """Decode the first frame of an encoded still image, and apply its EXIF orientation.
 
-    Limits are held before a pixel is allocated. Raises MediaError.
+    Limits are enforced before any pixel is allocated. Raises MediaError.
     """
     header = read_header(data, limits)
     try:
         picture = _DECODERS[header.kind](data, header)
     except (MediaError, MemoryError):
         raise
-    except Exception as error:  # Pillow raises whatever its parsers stumble over
+    except Exception as error:  # Pillow's parsers raise many types of exception on bad data
         raise MediaDecodeError(f"the {header.kind} is truncated or corrupt") from error
     if picture.size != header.size:
         raise MediaDecodeError(
             f"the {header.kind} header says {header.size.width}x{header.size.height}, "
             f"but {picture.size.width}x{picture.size.height} was decoded"
         )
-    return picture.turned(header.orientation) if exif_orientation else picture
+    return picture.oriented(header.orientation) if exif_orientation else picture
 
 
 # --- JPEG --------------------------------------------------------------------------------------------
 
-# What libjpeg may warn of before it comes to the pixels.
+# Warnings that libjpeg gives before it decodes pixels.
 _BEFORE_PIXELS = re.compile("extraneous bytes|Invalid SOS parameters|Adobe color transform|JFIF revision")
-# Of stray bytes before the end marker it warns when it has all pixels. A few are an encoder's padding;
-# many are what is left when data was overwritten with something that decodes to less.
+# libjpeg warns of stray bytes before the end marker when it has all pixels. A few are an encoder's padding;
+# many mean that data was overwritten with something that decodes to fewer pixels.
 _PADDING = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
 _MAX_PADDING = 64
 
@@ -70,22 +70,22 @@ def _decode_jpeg(data: bytes, header: Header) -> Picture:
     if pixels is None:
         return Picture.of(_load(JpegImagePlugin.JpegImageFile(io.BytesIO(data))))
     if header.channels == 4:
-        # Inks are stored inverted, as Adobe does. Without an Adobe marker the format leaves it open;
-        # Pillow, and so the references, take it the same way.
+        # CMYK is stored inverted, as Adobe writes it. Without an Adobe marker the format leaves the polarity
+        # undefined; Pillow, and so the reference processors, treat it the same way.
         return Picture.of(Image.frombuffer("CMYK", pixels.shape[1::-1], 255 - pixels, "raw", "CMYK", 0, 1))
     return Picture(pixels)
 
 
 def _decompress_jpeg(data: bytes, channels: int) -> Pixels | None:
-    """Decode, taking any warning of libjpeg for an error but those after which the picture is whole.
+    """Decode, and treat every libjpeg warning as an error except those that leave the image whole.
 
-    It names only its first: what may hide another behind it has to be put right before it is believed.
-    None for chroma subsampled in a way that libjpeg knows and its simpler interface has no name for.
+    libjpeg reports only its first warning, so a harmless header fault, which could hide a second warning, is
+    repaired first. Returns None for a chroma subsampling that libjpeg decodes and the TurboJPEG API does not.
     """
     space = "CMYK" if channels == 4 else "RGB"
     pixels, reason = _decompress_strictly(data, space)
     if _BEFORE_PIXELS.search(reason):
-        data = tidy_jpeg(data, channels)
+        data = repair_jpeg_headers(data, channels)
         pixels, reason = _decompress_strictly(data, space)
     if (padding := _PADDING.search(reason)) and int(padding[1]) <= _MAX_PADDING:
         pixels = simplejpeg.decode_jpeg(data, space, strict=False)
@@ -93,7 +93,7 @@ def _decompress_jpeg(data: bytes, channels: int) -> Pixels | None:
         if "subsampling" in reason:
             return None
         if reason.startswith("Unsupported"):
-            raise UnsupportedMediaError(f"this kind of JPEG is not decoded here ({reason})")
+            raise UnsupportedMediaError(f"this kind of JPEG is not supported ({reason})")
         raise MediaDecodeError(f"the JPEG is truncated or corrupt ({reason})")
     return pixels
 
@@ -114,7 +114,7 @@ def _decode_png(data: bytes, header: Header) -> Picture:
         return Picture(pixels)
     image = _load(PngImagePlugin.PngImageFile(io.BytesIO(png.data)))
     picture = Picture.of(image)
-    # Pillow takes pixel data that properly ends too early, and leaves the rest of the picture at zero.
+    # Pillow accepts pixel data whose stream ends cleanly but too early, and leaves the other rows at zero.
     last = picture.pixels[-1]
     zero = not np.any(image.getpixel((0, image.height - 1))) and (last == last[0]).all()
     if (zero or png.ihdr.interlace) and not png.has_all_rows():
@@ -127,26 +127,26 @@ def _decode_gif(data: bytes, header: Header) -> Picture:
     width, height = frame.canvas
     screen = data[:6] + width.to_bytes(2, "little") + height.to_bytes(2, "little")
     if data[frame.start + 9] & 0x80:
-        # The frame has a table of its own. If that is of greys, Pillow takes the global one all the same.
+        # The frame has a local colour table. If that one is grey, Pillow would use the global table instead.
         screen += bytes(3)
     else:
         screen += data[10 : frame.tables_end]
     control = bytearray()
     if frame.control is not None:
-        # How to dispose of the frame matters to the next one only; Pillow would allocate for it.
+        # The disposal method only matters to the next frame; Pillow would allocate memory for it.
         control += data[frame.control : frame.control + 8]
         control[3] &= 0b11100011
     image = data[frame.start : frame.end]
-    one = screen + bytes(control) + image + b"\x3b"
-    loaded = _load(GifImagePlugin.GifImageFile(io.BytesIO(one)))
+    single = screen + bytes(control) + image + b"\x3b"
+    loaded = _load(GifImagePlugin.GifImageFile(io.BytesIO(single)))
     if loaded.mode == "L" and control and control[3] & 1:
-        # Under one of the loading strategies that a host may set, Pillow forgets it for grey frames.
+        # With one of the loading strategies that a host may set, Pillow drops it for grey frames.
         loaded.info["transparency"] = control[6]
     return Picture.of(loaded)
 
 
 _BMP_RAW, _BMP_RLE8, _BMP_RLE4 = 0, 1, 2
-# Up to 12.2, Pillow lets one code of four bytes skip 255 rows past the end, and allocates for them.
+# Up to 12.2, Pillow lets one four-byte code skip 255 rows past the end, and allocates memory for them.
 _MAX_RLE_WIDTH = 1 << 16
 
 
@@ -154,17 +154,17 @@ def _decode_bmp(data: bytes, header: Header) -> Picture:
     image = BmpImagePlugin.BmpImageFile(io.BytesIO(data))
     compression = image.info["compression"]
     if compression in (_BMP_RLE8, _BMP_RLE4) and image.width > _MAX_RLE_WIDTH:
-        raise UnsupportedMediaError(f"run-length encoded BMP of more than {_MAX_RLE_WIDTH} columns")
+        raise UnsupportedMediaError(f"a run-length encoded BMP may have {_MAX_RLE_WIDTH} columns at most")
     loaded = _load(image)
     if compression == _BMP_RAW and loaded.mode == "RGBA":
-        # The fourth byte of an uncompressed pixel is no alpha unless a host tells Pillow to see one.
+        # The fourth byte of an uncompressed pixel is not alpha, unless a host sets Pillow to read it as such.
         loaded = loaded.convert("RGB")
     return Picture.of(loaded)
 
 
 def _decode_webp(data: bytes, header: Header) -> Picture:
-    # Pillow's WebP file class holds the picture to the host's pixel limit, so its decoder is used
-    # directly. It fails on a cut file; frames after the first are not decoded.
+    # Pillow's WebP file class enforces the host's pixel limit, so its decoder is used directly. It fails on a
+    # truncated file; frames after the first are not decoded.
     decoder = _webp.WebPAnimDecoder(data)
     frame = decoder.get_next()
     if frame is None:
@@ -177,8 +177,8 @@ def _decode_webp(data: bytes, header: Header) -> Picture:
 
 def _load(image: ImageFile.ImageFile) -> Image.Image:
     if ImageFile.LOAD_TRUNCATED_IMAGES:
-        # The host asked Pillow to fill what is missing with grey. The same loader, with that one
-        # setting as it is by default:
+        # The host has set Pillow to fill missing data with grey. Run the same loader with the default for
+        # that one setting:
         settings = {**vars(ImageFile), "LOAD_TRUNCATED_IMAGES": False}
         types.FunctionType(ImageFile.ImageFile.load.__code__, settings)(image)
     else:

@@ -1,6 +1,6 @@
-"""Rules by which families turn one picture into another: compositing, resizing, placing. On uint8.
+"""Compositing, resizing and padding of uint8 images, as the families' reference processors do them.
 
-In NumPy wherever it does, since Torch would spread a copy over threads of its own in every caller.
+Uses NumPy where it suffices: Torch would run each copy on its own thread pool in every calling thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..contract import ImageSize
 from .picture import Picture, Pixels, without_alpha
 
 
-def over_white(pixels: Pixels) -> Pixels:
-    """RGB of `pixels` [h, w, 3 or 4]; alpha is composited over opaque white in Pillow's arithmetic."""
+def composite_over_white(pixels: Pixels) -> Pixels:
+    """Return RGB [h, w, 3] of `pixels` [h, w, 3 or 4], composited over white in Pillow's arithmetic."""
     if pixels.shape[2] == 3:
         return pixels
     image = Image.fromarray(pixels)
@@ -27,21 +27,21 @@ def over_white(pixels: Pixels) -> Pixels:
 
 def resize_bicubic_torch(pixels: Pixels, size: ImageSize) -> Pixels:
     """Resize [h, w, 3] to `size` as Torch does on a CPU with AVX2: bicubic, antialiased, clamped to bytes
-    between its passes. Returns [height, width, 3]; the identity size is no copy.
+    between its passes. Returns [height, width, 3]: `pixels` itself if they have that size.
     """
     if pixels.shape[1::-1] == size:
         return pixels
     image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
     if size.width > 1:
-        return _as_torch(image, size)
-    # Torch 2.14 for CPUs without AVX2 repeats the first row of what is one pixel wide. Two equal columns
-    # come out right everywhere.
-    across = _as_torch(image, ImageSize(1, pixels.shape[0]))[:, :1] if pixels.shape[1] > 1 else pixels
+        return _interpolate(image, size)
+    # On CPUs without AVX2, Torch 2.14 repeats the first row of an image that is one pixel wide. Two equal
+    # columns are resized correctly everywhere.
+    across = _interpolate(image, ImageSize(1, pixels.shape[0]))[:, :1] if pixels.shape[1] > 1 else pixels
     column = torch.from_numpy(np.repeat(across, 2, axis=1)).permute(2, 0, 1).unsqueeze(0)
-    return np.ascontiguousarray(_as_torch(column, ImageSize(2, size.height))[:, :1])
+    return np.ascontiguousarray(_interpolate(column, ImageSize(2, size.height))[:, :1])
 
 
-def _as_torch(image: torch.Tensor, size: ImageSize) -> Pixels:
+def _interpolate(image: torch.Tensor, size: ImageSize) -> Pixels:
     resized = torch.nn.functional.interpolate(
         image, size=(size.height, size.width), mode="bicubic", align_corners=False, antialias=True
     )
@@ -49,37 +49,37 @@ def _as_torch(image: torch.Tensor, size: ImageSize) -> Pixels:
 
 
 def resize_bicubic_pillow(pixels: Pixels, size: ImageSize) -> Pixels:
-    """Resize [h, w, 3] to `size` as Pillow does: bicubic in fixed point, first across and then down, clamped
-    to bytes in between. Returns [height, width, 3]; the identity size is no copy.
+    """Resize [h, w, 3] to `size` as Pillow does: bicubic in fixed point, first horizontally, then vertically,
+    clamped to bytes in between. Returns [height, width, 3]: `pixels` itself if they have that size.
     """
     if pixels.shape[1::-1] == size:
         return pixels
-    return np.array(_across_and_down(Image.fromarray(pixels), size))
+    return np.array(_two_pass_bicubic(Image.fromarray(pixels), size))
 
 
 def resize_native(picture: Picture, size: ImageSize) -> Picture:
-    """Resize in the mode that the picture was stored in, as Pillow does: alpha is premultiplied for the
-    while, palette and one-bit pictures take the nearest pixel, everything else is bicubic.
+    """Resize in the image's stored mode, as Pillow does: nearest neighbour for palette and one-bit images,
+    bicubic for all others, on premultiplied alpha if there is an alpha channel.
     """
     image = picture.image
     if image.size == size or image.mode in ("P", "1"):
         return Picture.of(image.resize(size, Image.Resampling.NEAREST))
     premultiplied = {"RGBA": "RGBa", "LA": "La"}.get(image.mode)
     if premultiplied is None:
-        return Picture.of(_across_and_down(image, size))
-    return Picture.of(_across_and_down(image.convert(premultiplied), size).convert(image.mode))
+        return Picture.of(_two_pass_bicubic(image, size))
+    return Picture.of(_two_pass_bicubic(image.convert(premultiplied), size).convert(image.mode))
 
 
-def _across_and_down(image: Image.Image, size: ImageSize) -> Image.Image:
-    # One after the other: from version 13 on, Pillow goes down first where that is less work, and clamps
-    # something else. The references were made before that.
+def _two_pass_bicubic(image: Image.Image, size: ImageSize) -> Image.Image:
+    # Two calls: from version 13 on, Pillow does the vertical pass first if that is less work, and then clamps
+    # other intermediate values. The references are older than that.
     across = image.resize((size.width, image.height), Image.Resampling.BICUBIC)
     return across.resize(size, Image.Resampling.BICUBIC)
 
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What shows through transparency: a colour, or grey squares on white. Sides in pixels."""
+    """The background of transparent images: one grey level or a chessboard. Squares in pixels."""
 
     PATTERNS: ClassVar[tuple[str, ...]] = ("chessboard", "white", "black", "gray")
 
@@ -91,10 +91,10 @@ class Background:
 
     def __post_init__(self) -> None:
         if not all(0 <= v <= 255 for v in (self.chessboard_white_value, self.chessboard_gray_value)):
-            raise ValueError(f"levels of a background are 0 to 255, got {self}")
+            raise ValueError(f"chessboard values must be 0 to 255, got {self}")
 
     def draw(self, size: ImageSize) -> Pixels:
-        """uint8 [height, width, 1]."""
+        """Return the background as uint8 [height, width, 1]."""
         if self.pattern != "chessboard":
             level = {"white": 255, "black": 0, "gray": 128}[self.pattern]
             return np.full((size.height, size.width, 1), level, np.uint8)
@@ -106,9 +106,9 @@ class Background:
         return levels.astype(np.uint8)[:, :, None]
 
 
-def over_background(picture: Picture, background: Background | None) -> Pixels:
-    """RGB of a picture. Where it has an alpha band, or transparency beside another mode than RGB, it is
-    composited over the background in float32 and truncated; with no background alpha is dropped.
+def composite_over(picture: Picture, background: Background | None) -> Pixels:
+    """Return RGB [h, w, 3] of an image, composited over `background` in float32 and truncated. Alpha is
+    dropped without a background, and for an RGB image whose transparency is a colour key.
     """
     pixels = picture.pixels
     keyed_rgb = picture.native is not None and picture.native.mode == "RGB"
@@ -119,8 +119,8 @@ def over_background(picture: Picture, background: Background | None) -> Pixels:
     return over.astype(np.uint8)
 
 
-def place(pixels: Pixels, canvas: ImageSize, offset: tuple[int, int], fill: int) -> Pixels:
-    """Put [h, w, c] on a canvas of one value at `offset` (left, top); no copy if it fills it."""
+def pad_to_canvas(pixels: Pixels, canvas: ImageSize, offset: tuple[int, int], fill: int) -> Pixels:
+    """Pad [h, w, c] with `fill` to `canvas`, at `offset` (left, top); no copy if it has that size already."""
     height, width, channels = pixels.shape
     if (width, height) == canvas:
         return pixels

@@ -1,7 +1,7 @@
-"""What a file says of itself before its pixels are decoded: kind, size, orientation.
+"""An image file's kind, size and orientation, read from its headers without decoding pixels.
 
-Only headers are walked, so this costs tens of microseconds, and nothing here depends on Pillow, whose
-global limits belong to the host. Sizes are as stored; `Header.shown` is what a viewer shows.
+Reading takes tens of microseconds and does not use Pillow, whose global limits belong to the host. Sizes are
+as stored; `Header.display_size` is the size that a viewer shows.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from .containers import (
     riff_chunks,
 )
 
-_TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+_SWAPS_SIDES = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A still image's kind, stored size, EXIF orientation (1 to 8) and, for JPEG, its channels."""
+    """A still image's kind, stored size, EXIF orientation (1 to 8) and, for JPEG, number of channels."""
 
     kind: str
     size: ImageSize
     orientation: int = 1
     channels: int = 3
 
-    def shown(self, exif_orientation: bool = True) -> ImageSize:
-        """The size that a viewer shows; the stored one when orientation is not to be applied."""
+    def display_size(self, exif_orientation: bool = True) -> ImageSize:
+        """Return the size that a viewer shows, or the stored size without `exif_orientation`."""
         width, height = self.size
-        swap = exif_orientation and self.orientation in _TRANSPOSED
+        swap = exif_orientation and self.orientation in _SWAPS_SIDES
         return ImageSize(height, width) if swap else self.size
 
 
 def read_header(data: bytes, limits: MediaLimits) -> Header:
-    """Read the header of an encoded still image and hold it to `limits`.
+    """Read the header of an encoded still image and check it against `limits`.
 
     Raises MediaDecodeError, UnsupportedMediaError or MediaTooLargeError.
     """
@@ -55,7 +55,7 @@ def read_header(data: bytes, limits: MediaLimits) -> Header:
     reader = _READERS.get(kind)
     if reader is None:
         raise UnsupportedMediaError(
-            f"{kind} is not decoded here; supported are {', '.join(sorted(_READERS))}"
+            f"{kind} is not decoded here; convert it to one of {', '.join(sorted(_READERS))}"
         )
     try:
         header = reader(data)
@@ -66,26 +66,26 @@ def read_header(data: bytes, limits: MediaLimits) -> Header:
 
 
 def check_source_bytes(count: int, limits: MediaLimits) -> None:
-    """Raise MediaTooLargeError when a source of `count` bytes is over the limit."""
+    """Raise MediaTooLargeError if a source of `count` bytes exceeds the limit."""
     if count > limits.max_bytes:
         raise MediaTooLargeError(
-            f"the source has {count} bytes, the limit is {limits.max_bytes} (MediaLimits.max_bytes)"
+            f"the source has {count} bytes, the limit is {limits.max_bytes}; raise MediaLimits.max_bytes"
         )
 
 
 def check_pixels(size: ImageSize, limits: MediaLimits, what: str) -> None:
-    """Raise when `size` is empty or has more pixels than allowed."""
+    """Raise MediaDecodeError if `size` is empty, MediaTooLargeError if it has more pixels than allowed."""
     width, height = size
     if width < 1 or height < 1:
         raise MediaDecodeError(f"{what} says {width}x{height}: there are no pixels")
     if width * height > limits.max_pixels:
         raise MediaTooLargeError(
             f"{what} says {width}x{height}, {width * height} pixels; the limit is "
-            f"{limits.max_pixels} (MediaLimits.max_pixels)"
+            f"{limits.max_pixels}; raise MediaLimits.max_pixels"
         )
 
 
-# --- what kind of file is it -------------------------------------------------------------------------
+# --- kind of file ------------------------------------------------------------------------------------
 
 _MAGIC = (
     (b"\xff\xd8\xff", "JPEG"),
@@ -132,7 +132,7 @@ _HTML = re.compile(rb"<(?:!doctype html|html|head|body)[\s>]", re.IGNORECASE)
 
 
 def sniff(data: bytes) -> str:
-    """Name the kind of file from its bytes alone; raises MediaDecodeError when they resemble nothing."""
+    """Return the kind of file, from its bytes alone. Raises MediaDecodeError if no signature matches."""
     for magic, kind in _MAGIC:
         if data.startswith(magic):
             return kind
@@ -152,10 +152,10 @@ def sniff(data: bytes) -> str:
             return "SVG"
         if _HTML.search(head):
             raise MediaDecodeError("the bytes are an HTML page, not an image")
-    raise MediaDecodeError(f"{len(data)} bytes that resemble no image format")
+    raise MediaDecodeError(f"the {len(data)} bytes are of no image format that is known here")
 
 
-# --- one reader a format -----------------------------------------------------------------------------
+# --- one reader per format ---------------------------------------------------------------------------
 
 
 def _read_png(data: bytes) -> Header:
@@ -190,14 +190,14 @@ def _read_jpeg(data: bytes) -> Header:
     return Header("JPEG", size, orientation_of(exif, xmp), channels)
 
 
-_WEBP_HAS_EXIF, _WEBP_HAS_XMP = 0x08, 0x04  # flags of VP8X, without which readers pass these chunks over
+_WEBP_HAS_EXIF, _WEBP_HAS_XMP = 0x08, 0x04  # flags of VP8X; without them readers ignore these chunks
 
 
 def _read_webp(data: bytes) -> Header:
     size = exif = xmp = None
     flags = 0
     for name, start, end in riff_chunks(data):
-        # The first of these chunks is the one that decoders believe.
+        # Decoders use the first of these chunks.
         if name == b"VP8X" and size is None:
             flags, *rest = struct.unpack_from("<10B", data, start)
             size = ImageSize(
@@ -219,7 +219,7 @@ def _read_webp(data: bytes) -> Header:
         elif name == b"XMP " and flags & _WEBP_HAS_XMP:
             xmp = data[start:end]
     if size is None:
-        raise MediaDecodeError("the WebP holds no picture")
+        raise MediaDecodeError("the WebP contains no image")
     return Header("WebP", size, orientation_of(exif, xmp))
 
 
@@ -233,7 +233,7 @@ def _read_bmp(data: bytes) -> Header:
         width, height = struct.unpack_from("<HH", data, 18)
     else:
         width, height = struct.unpack_from("<ii", data, 18)
-    return Header("BMP", ImageSize(width, abs(height)))  # a negative height means rows from the top
+    return Header("BMP", ImageSize(width, abs(height)))  # a negative height means top-down rows
 
 
 _READERS = {
@@ -251,7 +251,7 @@ _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=[\"']|>)([0-9])")
 
 
 def orientation_of(exif: bytes | None, xmp: bytes | None) -> int:
-    """EXIF's orientation, else XMP's, else 1; anything but 1 to 8 counts as 1, like in viewers."""
+    """Return EXIF's orientation, else XMP's, else 1. Values outside 1 to 8 count as 1, as in viewers."""
     value = _exif_orientation(exif) if exif else None
     if value is None and xmp and (match := _XMP_ORIENTATION.search(xmp)):
         value = int(match[1])
@@ -272,5 +272,5 @@ def _exif_orientation(exif: bytes) -> int | None:
                 (value,) = struct.unpack_from(order + ("H" if kind == 3 else "I"), exif, entry + 8)
                 return int(value)
     except struct.error:
-        pass  # broken metadata does not make a good picture bad
+        pass  # broken metadata must not fail an image whose pixels are good
     return None

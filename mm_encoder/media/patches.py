@@ -1,5 +1,5 @@
-"""Pixels -> patch rows in the orders that towers want: resized, placed and cut, in one native call where
-there is the library for it, and with the same bits where there is none.
+"""Pixels to patch rows in a tower's order: resize, pad and patchify in one native call, or with the same bits
+in NumPy, Pillow and Torch if the native library is missing.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import torch
 
 from .. import _native
 from ..contract import Patches, Plan
-from .geometry import place, resize_bicubic_pillow, resize_bicubic_torch
+from .geometry import pad_to_canvas, resize_bicubic_pillow, resize_bicubic_torch
 from .picture import Pixels, without_alpha
 
 
 class Bicubic(IntEnum):
-    """Whose arithmetic a resize follows; both are antialiased and clamp to bytes between their passes."""
+    """The library whose arithmetic a resize follows. Both antialias, and clamp to bytes between passes."""
 
     PILLOW = 0
     TORCH = 1
 
 
-# The kernels turn a few rows at a time into columns of 64 bytes. A picture that is longer than JPEG can say
-# would have a thousand times more of them than pixels, at worst.
-_LONGEST = 1 << 16
+# The kernels transpose a few rows at a time into columns of 64 bytes. An image longer than the longest JPEG
+# would at worst need a thousand times the memory of its pixels.
+_MAX_NATIVE_SIDE = 1 << 16
 _RESIZE = {Bicubic.PILLOW: resize_bicubic_pillow, Bicubic.TORCH: resize_bicubic_torch}
 
 
-def cut(
+def resize_and_patchify(
     pixels: Pixels,
     plan: Plan,
     *,
@@ -38,23 +38,23 @@ def cut(
     merge: int = 1,
     out: torch.Tensor | None = None,
 ) -> Patches:
-    """Resize uint8 `pixels` [h, w, 3 or 4] to the plan's content, put that on its canvas of `fill`, and cut
-    it into rows [patches, 3·patch²] in the order of `patchify`. A fourth channel is left out.
+    """Resize uint8 `pixels` [h, w, 3 or 4] to the plan's content size, place that on its canvas filled with
+    `fill`, and patchify it to rows [patches, 3·patch²] in the order of `patchify`. Ignores a fourth channel.
 
-    The rows are written to `out`, uint8 [patches, 3·patch²] and contiguous, if that is given.
+    Writes the rows to `out`, contiguous uint8 [patches, 3·patch²], if given.
     """
     canvas = plan.canvas
     shape = canvas.height * canvas.width // patch**2, 3 * patch**2
     if out is None:
-        out = torch.from_numpy(np.empty(shape, np.uint8))  # torch.empty might give another device's
+        out = torch.from_numpy(np.empty(shape, np.uint8))  # torch.empty follows the host's default device
     elif out.shape != shape or not out.is_contiguous():
         raise ValueError(f"out must be contiguous, of shape {shape}; got {tuple(out.shape)}, {out.stride()}")
     kernels = _native.kernels
-    if kernels is None or max(pixels.shape) > _LONGEST:
+    if kernels is None or max(pixels.shape) > _MAX_NATIVE_SIDE:
         content = _RESIZE[bicubic](without_alpha(pixels), plan.content)
-        out.numpy()[:] = patchify(place(content, canvas, plan.offset, fill), patch, merge)
+        out.numpy()[:] = patchify(pad_to_canvas(content, canvas, plan.offset, fill), patch, merge)
     else:
-        kernels.cut(
+        kernels.resize_and_patchify(
             pixels,
             content=plan.content,
             canvas=canvas,

@@ -1,4 +1,4 @@
-"""A decoded image, as RGB or RGBA pixels and, for rules that depend on it, in the mode it was stored in."""
+"""A decoded image: its RGB or RGBA pixels and, for rules that depend on it, the image in its stored mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import UnsupportedMediaError
 Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """uint8 [height, width, 3 or 4]: RGB, or RGB with straight alpha."""
 
-_TURNS = {
+_TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -27,8 +27,8 @@ _TURNS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """RGB or RGBA `pixels`; four channels where there is transparency, whatever carries it. `native` is
-    the Pillow image where its mode is another, or where its transparency is not an alpha band.
+    """A decoded image. `pixels` have four channels if it has any kind of transparency. `native` is the Pillow
+    image if its mode is neither RGB nor RGBA, or if its transparency is not an alpha channel.
     """
 
     pixels: Pixels
@@ -36,7 +36,7 @@ class Picture:
 
     @classmethod
     def of(cls, image: Image.Image) -> Picture:
-        """From a loaded Pillow image of a mode with a known range. Sixteen-bit grey keeps its high byte."""
+        """Convert a loaded Pillow image of a mode with a fixed range. 16-bit grey keeps its high byte."""
         if image.mode in ("I", "F"):
             raise UnsupportedMediaError(
                 f"a Pillow image of mode {image.mode} has no fixed range; convert it to L or I;16 first"
@@ -44,7 +44,7 @@ class Picture:
         if image.mode.startswith("I;16"):
             return cls(_sixteen_bit(image))
         if image.mode == "La":
-            image = image.convert("LA")  # the only mode that it converts to
+            image = image.convert("LA")  # the only mode that Pillow converts it to
         wanted = "RGBA" if image.has_transparency_data else "RGB"
         if image.mode == wanted:
             return cls(np.array(image))
@@ -57,11 +57,11 @@ class Picture:
 
     @property
     def image(self) -> Image.Image:
-        """The picture as a Pillow image in the mode it was stored in."""
+        """The image as a Pillow image in its stored mode."""
         return Image.fromarray(self.pixels) if self.native is None else self.native
 
-    def turned(self, orientation: int) -> Picture:
-        """As shown, from as stored (EXIF 2.3, tag 0x0112: 1 to 8)."""
+    def oriented(self, orientation: int) -> Picture:
+        """Apply an EXIF orientation (EXIF 2.3, tag 0x0112: 1 to 8)."""
         if orientation == 1:
             return self
         pixels = self.pixels
@@ -71,16 +71,16 @@ class Picture:
             pixels = pixels[::-1]
         if orientation in (2, 3, 6, 7):
             pixels = pixels[:, ::-1]
-        native = None if self.native is None else self.native.transpose(_TURNS[orientation])
+        native = None if self.native is None else self.native.transpose(_TRANSPOSES[orientation])
         return Picture(np.ascontiguousarray(pixels), native)
 
 
 def without_alpha(pixels: Pixels) -> Pixels:
-    """RGB of `pixels` [h, w, 3 or 4]; no copy of three channels."""
+    """Return the RGB channels of `pixels` [h, w, 3 or 4]: `pixels` themselves if there are only three."""
     if pixels.shape[2] == 3:
         return pixels
     rgb = np.empty((*pixels.shape[:2], 3), np.uint8)
-    for channel in range(3):  # five times as quick as copying runs of three bytes
+    for channel in range(3):  # five times faster than copying three bytes per pixel
         rgb[:, :, channel] = pixels[:, :, channel]
     return rgb
 

@@ -1,4 +1,4 @@
-"""A PNG cut down to the chunks that carry its pixels, and held to what Pillow lets pass."""
+"""PNG files: reduced to their pixel chunks, checked for damage that Pillow accepts, decoded natively."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import MediaDecodeError, UnsupportedMediaError
 from .containers import png_chunks
 from .picture import Pixels
 
-IsalError: type[Exception] = isal_zlib.IsalError  # type: ignore[assignment]  # its stubs say an instance
+IsalError: type[Exception] = isal_zlib.IsalError  # type: ignore[assignment]  # its stubs declare an instance
 _PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 _GREY, _RGB, _PALETTE, _RGBA = 0, 2, 3, 6
@@ -38,53 +38,53 @@ class Ihdr(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PixelChunks:
-    """A PNG of pixel chunks only: the file, its header, and the pieces of its compressed pixel data."""
+    """A PNG reduced to its pixel chunks: the file, its header, and the payloads of its IDAT chunks."""
 
     data: bytes
     ihdr: Ihdr
-    packed: list[memoryview]
-    keyed: bool
-    """Whether a tRNS chunk says what is transparent."""
+    idat: list[memoryview]
+    has_trns: bool
+    """Whether a tRNS chunk defines transparency."""
 
     def pixels(self) -> Pixels | None:
-        """The picture [h, w, 3 or 4], if it is of the usual kind (eight bits, RGB or RGBA, neither keyed nor
-        interlaced) and there are native kernels: in a third of the time that Pillow takes.
+        """Decode to [h, w, 3 or 4] in a third of Pillow's time. None if the PNG is not of the usual kind
+        (8-bit RGB or RGBA, no tRNS chunk, not interlaced), or if there are no native kernels.
         """
         width, height, depth, colour, _, _, interlace = self.ihdr
         kernels = _native.kernels
-        if kernels is None or depth != 8 or colour not in (_RGB, _RGBA) or interlace or self.keyed:
+        if kernels is None or depth != 8 or colour not in (_RGB, _RGBA) or interlace or self.has_trns:
             return None
         channels = _CHANNELS[colour]
-        packed = b"".join(self.packed)
-        if packed[:1] > b"\x7f":
-            raise MediaDecodeError("the PNG is corrupt (its pixel data wants a window larger than 32 KiB)")
+        idat = b"".join(self.idat)
+        if idat[:1] > b"\x7f":
+            raise MediaDecodeError("the PNG is corrupt (its pixel data asks for a window larger than 32 KiB)")
         try:
-            data = isal_zlib.decompressobj().decompress(packed, self.rows_bytes)
+            data = isal_zlib.decompressobj().decompress(idat, self.inflated_bytes)
         except IsalError:
-            return None  # Pillow may have all rows before it comes to what is wrong, a checksum for one
-        if len(data) < self.rows_bytes:
+            return None  # Pillow may get all rows before it reaches the fault, such as a bad checksum
+        if len(data) < self.inflated_bytes:
             raise MediaDecodeError("the PNG is truncated (some of its rows are missing)")
         pixels = np.empty((height, width, channels), np.uint8)
         kernels.unfilter(np.frombuffer(data, np.uint8), height, width * channels, channels, pixels)
         return pixels
 
     @property
-    def rows_bytes(self) -> int:
-        """What the pixel data inflates to, in bytes."""
+    def inflated_bytes(self) -> int:
+        """Size of the decompressed pixel data, in bytes."""
         width, height, depth, colour, _, _, interlace = self.ihdr
         bits, total = depth * _CHANNELS[colour], 0
         for left, top, across, down in _ADAM7 if interlace else _ONE_PASS:
             columns, rows = -((left - width) // across), -((top - height) // down)
             if columns > 0 and rows > 0:
-                total += rows * (1 + -(-columns * bits // 8))  # a row begins with its filter's number
+                total += rows * (1 + -(-columns * bits // 8))  # each row begins with its filter type
         return total
 
     def has_all_rows(self) -> bool:
-        """Whether the pixel data inflates to as many bytes as the picture has; inflates no more."""
-        missing = self.rows_bytes
+        """Return whether the pixel data decompresses to every row; decompresses no more than that."""
+        missing = self.inflated_bytes
         inflate = zlib.decompressobj()
         piece: bytes | memoryview
-        for piece in self.packed:
+        for piece in self.idat:
             while missing > 0 and not inflate.eof and (part := inflate.decompress(piece, 1 << 16)):
                 missing -= len(part)
                 piece = inflate.unconsumed_tail
@@ -92,55 +92,53 @@ class PixelChunks:
 
 
 def pixel_chunks(data: bytes) -> PixelChunks:
-    """Leave out text, profiles and animation: what they hold can then neither fail the picture nor cost
-    anything. Raises MediaDecodeError or UnsupportedMediaError.
+    """Drop text, colour profiles and animation, so that their content can neither fail the image nor cost
+    time. Raises MediaDecodeError or UnsupportedMediaError.
     """
-    kept, packed = [data[:8]], list[memoryview]()
-    ihdr, palette, name, keyed, parted = None, b"", b"", False, False
+    kept, idat = [data[:8]], list[memoryview]()
+    ihdr, palette, name, has_trns, palette_after_idat = None, b"", b"", False, False
     for name, start, end in png_chunks(data):
-        # Pillow checks no CRC of pixel data. The others count too: a damaged name may hide a pixel chunk.
+        # Pillow does not check the CRC of pixel data. Check all: a damaged name could hide a pixel chunk.
         crc = zlib.crc32(memoryview(data)[start - 4 : end])
         if len(data) < end + 4 or crc != int.from_bytes(data[end : end + 4]):
-            raise MediaDecodeError("the PNG is truncated or corrupt (CRC of a chunk)")
+            raise MediaDecodeError("the PNG is truncated or corrupt (the CRC of a chunk is wrong)")
         if not name.isalpha():
-            raise MediaDecodeError("the PNG is corrupt (a chunk whose name is no letters)")
+            raise MediaDecodeError("the PNG is corrupt (a chunk's name must be four letters)")
         if name not in _PIXEL_CHUNKS:
-            if name[:1].isupper():  # there is no picture without it
-                raise UnsupportedMediaError("PNG with a critical chunk that the standard does not know")
+            if name[:1].isupper():  # critical: the image cannot be decoded without it
+                raise UnsupportedMediaError("PNG with a critical chunk that is not in the standard")
             continue
         if name == b"IHDR":
             if ihdr is not None:
-                raise MediaDecodeError("the PNG has a second IHDR")  # of another size than was checked
+                raise MediaDecodeError("the PNG has a second IHDR")  # its size was never checked
             ihdr = Ihdr(*struct.unpack(">IIBBBBB", data[start:end]))
             if ihdr.compression or ihdr.filtering:
-                raise MediaDecodeError(
-                    "the PNG is corrupt (a way to compress or filter that there is none of)"
-                )
+                raise MediaDecodeError("the PNG is corrupt (unknown compression or filter method)")
         elif name == b"PLTE":
-            palette, parted = data[start:end], bool(packed)
+            palette, palette_after_idat = data[start:end], bool(idat)
         elif name == b"IDAT":
-            if parted:
-                raise MediaDecodeError("the PNG is corrupt (a palette within its pixel data)")
-            packed.append(memoryview(data)[start:end])
+            if palette_after_idat:
+                raise MediaDecodeError("the PNG is corrupt (a palette between its pixel data)")
+            idat.append(memoryview(data)[start:end])
         elif name == b"tRNS" and ihdr is not None:
-            keyed = True
-            kept.append(_chunk(name, _eight_bit_key(data[start:end], ihdr)))
+            has_trns = True
+            kept.append(_chunk(name, _scaled_colour_key(data[start:end], ihdr)))
             continue
         kept.append(data[start - 8 : end + 4])
     if name != b"IEND" or ihdr is None:
-        raise MediaDecodeError("the PNG is truncated (no IEND)")
+        raise MediaDecodeError("the PNG is truncated (no IEND chunk)")
     if ihdr.colour == _PALETTE and not palette:
         raise MediaDecodeError("the PNG has no palette")
-    return PixelChunks(b"".join(kept), ihdr, packed, keyed)
+    return PixelChunks(b"".join(kept), ihdr, idat, has_trns)
 
 
 def _chunk(name: bytes, payload: bytes) -> bytes:
     return len(payload).to_bytes(4) + name + payload + zlib.crc32(name + payload).to_bytes(4)
 
 
-def _eight_bit_key(payload: bytes, ihdr: Ihdr) -> bytes:
-    """tRNS with a colour key in the samples that Pillow compares it with: scaled up from fewer bits, the
-    high byte of sixteen-bit colour. (Sixteen-bit grey is compared as it is.)
+def _scaled_colour_key(payload: bytes, ihdr: Ihdr) -> bytes:
+    """Convert a tRNS colour key to the samples that Pillow compares it with: scaled up to 8 bits, or the
+    high byte of 16-bit RGB. (Pillow compares 16-bit grey unchanged.)
     """
     if ihdr.colour not in (_GREY, _RGB):
         return payload

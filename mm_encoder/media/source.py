@@ -1,4 +1,4 @@
-"""A snapshot of what the caller gave: later changes to it touch neither the rows nor their identity."""
+"""A snapshot of the caller's image: later changes to the input affect neither the rows nor their hash."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ ImageInput: TypeAlias = "bytes | bytearray | memoryview | str | Path | np.ndarra
 
 
 def is_image(value: object) -> bool:
-    """Whether `value` is one image rather than an iterable of them."""
+    """Return whether `value` is one image rather than an iterable of images."""
     return isinstance(value, (bytes, bytearray, memoryview, str, Path, np.ndarray, Image.Image))
 
 
-# Pillow images load lazily from a file position they share with every thread that holds them, and two
-# encoders may be given the same one: the lock is the process's, not an encoder's.
+# Pillow images load lazily and share one file position between threads. Two encoders may get the same image,
+# so there is one lock per process, not per encoder.
 _PILLOW_LOCK = threading.Lock()
 
 
-def _renew_lock() -> None:
+def _reset_lock_after_fork() -> None:
     global _PILLOW_LOCK
     _PILLOW_LOCK = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it is not in the child
+os.register_at_fork(after_in_child=_reset_lock_after_fork)  # the thread that held it is not in the child
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One still image as taken from the caller: `encoded` bytes, or a `picture` already as shown.
+    """A snapshot of one still image: `encoded` bytes, or a decoded `picture` with its orientation applied.
 
-    `size` is as shown, `nbytes` what the snapshot and its decoded pixels weigh together.
+    `size` is the display size; `nbytes` is the size of the snapshot and its decoded pixels together.
     """
 
     size: ImageSize
@@ -57,27 +57,27 @@ class Source:
     encoded: bytes | None = None
     picture: Picture | None = None
     mode: str = ""
-    """What the caller's pixels were, where they were no encoded bytes."""
+    """Pillow mode and colour key, or dtype, of the caller's pixels; empty for encoded bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the snapshot plus those of its pixels once decoded, at four a pixel."""
+        """Bytes of the snapshot plus those of its decoded pixels, at four per pixel."""
         if self.picture is not None:
             return self.picture.pixels.nbytes * (1 if self.picture.native is None else 2)
         assert self.encoded is not None
         return len(self.encoded) + 4 * self.size.width * self.size.height
 
     def decode(self, limits: MediaLimits) -> Picture:
-        """The decoded image, as shown. Raises MediaError."""
+        """Decode the image, orientation applied. Raises MediaError."""
         if self.picture is not None:
             return self.picture
         assert self.encoded is not None
         return decode(self.encoded, limits, exif_orientation=self.options.exif_orientation)
 
     def mm_hash(self, model: str) -> str:
-        """SHA-256, in hex, over the framed model name, kind of source and source content.
+        """Return the SHA-256, in hex, of the model name, the kind of source and its content.
 
-        Options are not part of it, but pixels count as they are shown.
+        Options are not part of it; pixels are hashed with their orientation applied.
         """
         if self.encoded is not None:
             return encoded_hash(model, self.encoded)
@@ -88,22 +88,22 @@ class Source:
 
 
 def encoded_hash(model: str, data: bytes) -> str:
-    """`Source.mm_hash` of encoded bytes, whatever they are."""
+    """Return `Source.mm_hash` of encoded bytes, without reading their header."""
     return _hash(model, b"image", data)
 
 
 def _hash(model: str, *fields: bytes | memoryview) -> str:
     digest = hashlib.sha256()
     for field in (b"mm_encoder.media.1", model.encode(errors="surrogatepass"), *fields):
-        # Each field is preceded by its length, so that no two lists of fields hash the same bytes.
+        # Each field is preceded by its length, so that no two lists of fields give the same bytes.
         digest.update(memoryview(field).nbytes.to_bytes(8, "little"))
         digest.update(field)
     return digest.hexdigest()
 
 
 def check_input(image: object, options: object) -> None:
-    """Raise TypeError for what is no image, or no ImageOptions or None, whatever it holds."""
-    _checked(options)
+    """Raise TypeError if `image` has no supported type, or `options` is neither ImageOptions nor None."""
+    _checked_options(options)
     if not is_image(image):
         raise TypeError(
             "an image is bytes, a data URL, a pathlib.Path, a NumPy array or a Pillow image, "
@@ -112,11 +112,11 @@ def check_input(image: object, options: object) -> None:
 
 
 def open_source(image: ImageInput, limits: MediaLimits, options: ImageOptions | None = None) -> Source:
-    """Take a snapshot of `image` and read its size; nothing is decoded yet.
+    """Take a snapshot of `image` and read its size; encoded bytes are not decoded yet.
 
-    A `str` is a data URL and never a path: text from a request must not reach the file system. A Pillow
-    image is loaded here, by the host's Pillow and under its settings.
-    Raises MediaError for bad media, TypeError for something that is no image at all.
+    A `str` is always a data URL, never a path: text from a request must not reach the file system. A Pillow
+    image is loaded here, under the host's Pillow settings.
+    Raises MediaError for bad media, TypeError for an unsupported type.
     """
     check_input(image, options)
     options = options or ImageOptions()
@@ -129,30 +129,30 @@ def open_source(image: ImageInput, limits: MediaLimits, options: ImageOptions | 
         data = read_data_url(image, limits)
     else:
         data = _read_file(image, limits)
-    size = read_header(data, limits).shown(options.exif_orientation)
+    size = read_header(data, limits).display_size(options.exif_orientation)
     return Source(size, options, encoded=data)
 
 
 def size_of(image: ImageInput, limits: MediaLimits, options: ImageOptions | None = None) -> ImageSize:
-    """The size of `image` as shown, as `open_source` would find it; arrays and Pillow images are neither
-    copied nor loaded.
+    """Return the display size of `image`, as `open_source` would, without copying arrays or loading Pillow
+    images.
     """
-    options = _checked(options)
+    options = _checked_options(options)
     if isinstance(image, np.ndarray):
         size = _array_size(image)
         check_pixels(size, limits, "the array")
         return size
-    if isinstance(image, Image.Image) and getattr(image, "format", None) != "TIFF":  # loading turns a TIFF
+    if isinstance(image, Image.Image) and getattr(image, "format", None) != "TIFF":  # loading orients a TIFF
         size = ImageSize(*image.size)
         check_pixels(size, limits, "the Pillow image")
         with _PILLOW_LOCK:
             orientation = _orientation_of_pillow(image)
-        turned = options.exif_orientation and orientation >= 5
-        return ImageSize(size.height, size.width) if turned else size
+        swapped = options.exif_orientation and orientation >= 5
+        return ImageSize(size.height, size.width) if swapped else size
     return open_source(image, limits, options).size
 
 
-def _checked(options: object) -> ImageOptions:
+def _checked_options(options: object) -> ImageOptions:
     if options is not None and not isinstance(options, ImageOptions):
         raise TypeError(f"image_options must be an ImageOptions, got {type(options).__name__}")
     return options or ImageOptions()
@@ -160,12 +160,12 @@ def _checked(options: object) -> ImageOptions:
 
 def _read_file(path: Path, limits: MediaLimits) -> bytes:
     try:
-        # A pipe or a device would hold the thread for as long as it likes; opening one need not wait.
+        # Without O_NONBLOCK, opening a pipe or a device could block this thread forever.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
             data = file.read(limits.max_bytes + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
         reason = getattr(error, "strerror", None) or str(error)
         raise MediaDecodeError(f"cannot read {path.name}: {reason}") from error
     check_source_bytes(len(data), limits)
@@ -173,13 +173,13 @@ def _read_file(path: Path, limits: MediaLimits) -> bytes:
 
 
 def read_data_url(url: str, limits: MediaLimits) -> bytes:
-    """Decode a base64 data URL (RFC 2397): parameters, any case, missing padding, the URL-safe
-    alphabet and white space are accepted. The media type is not believed. Raises MediaError.
+    """Decode a base64 data URL (RFC 2397). Accepts parameters, any case, missing padding, the URL-safe
+    alphabet and white space; ignores the media type. Raises MediaError.
     """
     if url[:5].lower() != "data:":
         raise UnsupportedMediaError(
-            "a string is taken as a data URL, and this one does not begin with 'data:' "
-            "(for a file pass a pathlib.Path)"
+            "a string must be a data URL, and this one does not begin with 'data:'; "
+            "for a file, pass a pathlib.Path"
         )
     header, comma, payload = url[5:].partition(",")
     if not comma:
@@ -198,68 +198,68 @@ def read_data_url(url: str, limits: MediaLimits) -> bytes:
 
 def _open_pixels(image: np.ndarray | Image.Image, limits: MediaLimits, options: ImageOptions) -> Source:
     if isinstance(image, np.ndarray):
-        array = np.asarray(image)  # subclasses index in ways of their own
+        array = np.asarray(image)  # subclasses may index differently
         mode = f"array {array.dtype.name}"
         check_pixels(_array_size(array), limits, "the array")
         picture = Picture(_array_pixels(array))
     else:
-        # A colour key takes part in some families' resizing, so it belongs to what was given.
+        # Some families' resizing depends on the colour key, so the hash must cover it.
         mode = f"{image.mode} {image.info.get('transparency')!r}"
         check_pixels(ImageSize(*image.size), limits, "the Pillow image")
         with _PILLOW_LOCK:
-            picture, orientation = _take_pillow(image)
+            picture, orientation = _copy_pillow(image)
         if options.exif_orientation:
-            picture = picture.turned(orientation)
+            picture = picture.oriented(orientation)
     return Source(picture.size, options, picture=picture, mode=mode)
 
 
-def _take_pillow(image: Image.Image) -> tuple[Picture, int]:
-    """A copy of it, and how that is to be turned."""
+def _copy_pillow(image: Image.Image) -> tuple[Picture, int]:
+    """Return a copy of the image and its EXIF orientation."""
     try:
-        image.load()  # first, since loading a TIFF turns it and takes the orientation away
+        image.load()  # first: loading a TIFF orients it and removes the orientation tag
         picture = Picture.of(image)
         if picture.native is image:
             picture = Picture(picture.pixels, image.copy())
     except (MediaError, MemoryError):
         raise
-    except Exception as error:  # Pillow raises whatever its parsers stumble over
+    except Exception as error:  # Pillow's parsers raise many types of exception on bad data
         raise MediaDecodeError("the Pillow image cannot be loaded") from error
     return picture, _orientation_of_pillow(image)
 
 
 def _orientation_of_pillow(image: Image.Image) -> int:
     exif, xmp = image.info.get("exif"), image.info.get("xmp")
-    if isinstance(exif, bytes):  # read as in encoded bytes: Pillow warns of what is broken in it
+    if isinstance(exif, bytes):  # read as for encoded bytes: Pillow would warn about broken metadata
         return orientation_of(exif, xmp if isinstance(xmp, bytes) else None)
     try:
         orientation = image.getexif().get(0x0112, 1)
-    except Exception:  # broken metadata does not make a good picture bad
+    except Exception:  # broken metadata must not fail an image whose pixels are good
         return 1
     return orientation if orientation in range(1, 9) else 1
 
 
 def _array_size(array: np.ndarray) -> ImageSize:
-    # The axes are always (height, width, channels): guessing from the shape gets a 3-pixel side wrong.
+    # The axes are always (height, width, channels): guessing from the shape fails for 3-pixel sides.
     if array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4)):
         return ImageSize(array.shape[1], array.shape[0])
     raise UnsupportedMediaError(
-        f"an array image is [height, width] or [height, width, 1, 3 or 4], got {array.shape}"
+        f"an array image must be [height, width] or [height, width, 1, 3 or 4], got {array.shape}"
     )
 
 
-# A resize overshoots 0 to 1 by a little, which is clipped; anything beyond is another scale.
-_LEAST, _MOST = -1.0, 2.0
+# A resize overshoots 0 to 1 slightly, which is clipped; values beyond this range are of another scale.
+_FLOAT_MIN, _FLOAT_MAX = -1.0, 2.0
 
 
 def _array_pixels(array: np.ndarray) -> Pixels:
-    """A contiguous uint8 copy with 3 or 4 channels. The scale follows the dtype, never the values."""
+    """Return a contiguous uint8 copy with 3 or 4 channels. The scale follows the dtype, never the values."""
     if np.issubdtype(array.dtype, np.floating):
         if not np.isfinite(array).all():
-            raise MediaDecodeError("the array holds values that are not finite")
-        if array.min() < _LEAST or array.max() > _MOST:
+            raise MediaDecodeError("the array contains values that are not finite")
+        if array.min() < _FLOAT_MIN or array.max() > _FLOAT_MAX:
             raise MediaDecodeError(
                 f"floating arrays hold 0 to 1, got {array.min():g} to {array.max():g}; "
-                "convert 0 to 255 to uint8"
+                "convert values of 0 to 255 to uint8"
             )
         array = np.rint(np.clip(array, 0.0, 1.0) * 255.0)
     elif array.dtype.newbyteorder("=") == np.uint16:

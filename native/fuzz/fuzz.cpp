@@ -1,6 +1,6 @@
-// Random geometry and hostile arguments for the kernels, to be built with sanitizers (see tests/test_native.py).
-// Buffers have exactly the size that is told, so that a byte too far is seen. What one instruction set
-// computes every other must, too.
+// Random geometry and invalid arguments for the kernels, to be built with sanitizers (see tests/test_native.py).
+// Buffers have exactly the size that the request states, so that the sanitizers find every access beyond them. All
+// instruction sets must compute the same bytes.
 
 #include <cinttypes>
 #include <cstdio>
@@ -33,14 +33,14 @@ Bytes noise(int64_t size) {
 
 int64_t differences = 0, done = 0, refused = 0;
 
-// Every level's answer to one request; `out` is made anew for each, of the size that is told if that is sane.
-void compare(mm_cut_request request) {
+// Compare the output of all levels for one request. `out` is allocated for each, of the stated size if that is sane.
+void compare(mm_patchify_request request) {
     Bytes first;
     for (int64_t level = 0; mm_level(level); level++) {
         Bytes out(request.out_bytes >= 0 && request.out_bytes < 1 << 24 ? static_cast<size_t>(request.out_bytes) : 0);
         request.out = out.data();
         request.level = level;
-        if (mm_cut(&request)) {
+        if (mm_resize_and_patchify(&request)) {
             refused++;
             return;
         }
@@ -53,7 +53,7 @@ void compare(mm_cut_request request) {
 }
 
 void geometry(bool hostile) {
-    mm_cut_request request = {};
+    mm_patchify_request request = {};
     mm_pixels& p = request.pixels;
     p.channels = 3 + below(2);
     p.width = side();
@@ -62,7 +62,7 @@ void geometry(bool hostile) {
     const int64_t gap = below(4), slack = below(9);
     p.pixel_stride = p.channels + gap;
     p.row_stride = (p.width - 1) * p.pixel_stride + p.channels + slack;
-    if (below(4) == 0) {  // columns where rows were
+    if (below(4) == 0) {  // a transposed view
         p.row_stride = p.channels + gap;
         p.pixel_stride = (p.height - 1) * p.row_stride + p.channels + slack;
     }
@@ -101,13 +101,13 @@ void geometry(bool hostile) {
             int64_t& field = *fields[below(18)];
             field = below(2) ? values[below(14)] : static_cast<int64_t>(static_cast<uint64_t>(field) + source() % 9 - 4);
         }
-        if (p.bytes > size) p.bytes = size;  // the one promise that cannot be checked
+        if (p.bytes > size) p.bytes = size;  // the library cannot check the buffer's true size
         if (below(50) == 0) p.buffer = nullptr;
-        // What would be done, but not in the time of a test.
+        // Valid requests that would take too long in a test: check them without an output.
         if (p.width > 4096 || p.height > 4096 || request.canvas_width > 4096 || request.canvas_height > 4096) {
-            mm_cut_request checked = request;
+            mm_patchify_request checked = request;
             checked.out = nullptr;
-            if (!mm_cut(&checked)) differences++;
+            if (!mm_resize_and_patchify(&checked)) differences++;
             refused++;
             return;
         }
@@ -120,16 +120,16 @@ void filters(bool hostile) {
     const Bytes noisy = noise(height * (1 + row));
     Bytes data = noisy, first;
     for (int64_t y = 0; y < height; y++) data[y * (1 + row)] = static_cast<uint8_t>(below(hostile ? 6 : 5));
-    int64_t said_height = height, said_row = row, said_size = size;
+    int64_t claimed_height = height, claimed_row = row, claimed_size = size;
     if (hostile) {
-        int64_t* const fields[] = {&said_height, &said_row, &said_size};
+        int64_t* const fields[] = {&claimed_height, &claimed_row, &claimed_size};
         const int64_t values[] = {0, -1, 9, INT32_MAX, INT64_MAX, INT64_MIN, INT64_MAX / 2};
         *fields[below(3)] = below(2) ? values[below(7)] : 1 + below(300);
     }
     for (int64_t level = 0; mm_level(level); level++) {
         Bytes out(static_cast<size_t>(height * row));
-        if (mm_unfilter(data.data(), static_cast<int64_t>(data.size()), said_height, said_row, said_size, out.data(),
-                        static_cast<int64_t>(out.size()), level)) {
+        if (mm_unfilter(data.data(), static_cast<int64_t>(data.size()), claimed_height, claimed_row, claimed_size,
+                        out.data(), static_cast<int64_t>(out.size()), level)) {
             refused++;
             return;
         }
@@ -145,7 +145,7 @@ void filters(bool hostile) {
 
 int main(int count, char** arguments) {
     const std::string_view what = count > 1 ? arguments[1] : "";
-    if (what == "overrun") {  // that the sanitizers are there
+    if (what == "overrun") {  // controls: the sanitizers must report these two
         volatile int64_t end = 8;
         return Bytes(8).data()[end];
     }
@@ -155,7 +155,7 @@ int main(int count, char** arguments) {
         return more;
     }
     const int64_t rounds = count > 1 ? std::strtoll(arguments[1], nullptr, 10) : 1000;
-    if (!mm_cut(nullptr)) differences++;
+    if (!mm_resize_and_patchify(nullptr)) differences++;
     for (int64_t round = 0; round < rounds; round++) {
         geometry(round % 2);
         filters(round % 2);

@@ -157,7 +157,7 @@ def test_the_weights_digest_does_not_depend_on_the_shards(checkpoint: Path) -> N
 def test_every_property_of_a_vision_tensor_counts(checkpoint: Path, change: str) -> None:
     opened = Checkpoint(checkpoint)
     _, family = load_family(checkpoint, None)
-    before = opened.digest(family.scopes)
+    before = opened.digest(family.tensor_prefixes)
     values = tensors(checkpoint)
     name = next(name for name in values if name.endswith("proj.weight") and values[name].ndim == 2)
     value = values[name]
@@ -174,7 +174,7 @@ def test_every_property_of_a_vision_tensor_counts(checkpoint: Path, change: str)
     else:
         del values[name]
     rewritten(checkpoint, values)
-    assert Checkpoint(checkpoint).digest(family.scopes) != before
+    assert Checkpoint(checkpoint).digest(family.tensor_prefixes) != before
 
 
 def test_other_tensors_do_not_count(checkpoint: Path) -> None:

@@ -235,7 +235,7 @@ def test_a_lookalike_is_refused_with_the_reason(
         MediaPlanner(copied, family=name)
 
 
-def test_unexpected_tensors_under_any_scope_are_named(family: Family, tmp_path: Path) -> None:
+def test_unexpected_tensors_under_any_prefix_are_named(family: Family, tmp_path: Path) -> None:
     copied = shutil.copytree(GOLDEN / family.name / "checkpoint", tmp_path / "checkpoint")
     tensors = load_file(copied / "model.safetensors")
     name = next(iter(tensors))

@@ -440,7 +440,7 @@ def test_a_tensor_that_its_shard_lacks_is_missing(copied: Path) -> None:
             lambda f: (f / "model.safetensors.index.json").write_text(
                 '{"weight_map": {"model.visual.x": ["model.safetensors"]}}'
             ),
-            "which is no file beside it",
+            "which is not a file beside it",
         ),
         (
             lambda f: (f / "model.safetensors.index.json").write_text(
@@ -451,7 +451,7 @@ def test_a_tensor_that_its_shard_lacks_is_missing(copied: Path) -> None:
         (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json cannot be read"),
         (
             lambda f: shutil.copy(f / "model.safetensors", f / "again.safetensors"),
-            "lies in again.safetensors and in model.safetensors",
+            "is in both again.safetensors and model.safetensors",
         ),
         (
             lambda f: rewrite(f, lambda ts: {"lm_head.weight": torch.ones(1)}),

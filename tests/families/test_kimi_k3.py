@@ -192,7 +192,7 @@ def test_an_unsupported_config_is_refused_by_name(
         ({"transparent_bg_config": {"pattern": "plaid"}}, "pattern is 'plaid', only 'chessboard'"),
         ({"in_patch_limit": 0}, "in_patch_limit must be positive"),
         ({"patch_limit_on_one_side": 513}, "patch_limit_on_one_side must be at most 512"),
-        ({"transparent_bg_config": {"chessboard_gray_value": 300}}, "levels of a background are 0 to 255"),
+        ({"transparent_bg_config": {"chessboard_gray_value": 300}}, "chessboard values must be 0 to 255"),
     ],
 )
 def test_an_unsupported_processor_is_refused_by_name(

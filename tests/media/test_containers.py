@@ -14,8 +14,8 @@ from mm_encoder.media.containers import (
     gif_first_frame,
     jpeg_segments,
     png_chunks,
+    repair_jpeg_headers,
     riff_chunks,
-    tidy_jpeg,
 )
 from mm_encoder.media.header import read_header
 
@@ -194,7 +194,7 @@ def patched(data: bytes, marker: int, offset: int, value: bytes) -> bytes:
     return data[: start + offset] + value + data[start + offset + len(value) :]
 
 
-def untidy(kind: str, data: bytes) -> bytes:
+def with_bad_headers(kind: str, data: bytes) -> bytes:
     if kind == "stray bytes":
         cut = data.index(b"\xff\xdb")
         return data[:cut] + b"zz" + data[cut:]
@@ -210,28 +210,28 @@ UNTIDY = ["stray bytes", "JFIF revision", "scan parameters", "Adobe transform"]
 
 @pytest.mark.parametrize("kind", UNTIDY)
 def test_what_libjpeg_warns_of_before_the_pixels_costs_none(kind: str) -> None:
-    data = untidy(kind, JPEG)
+    data = with_bad_headers(kind, JPEG)
     assert same_pixels(decoded(data), decoded(JPEG))
     assert same_pixels(decoded(data), shown_by_pillow(data))
 
 
 @pytest.mark.parametrize("kind", UNTIDY)
 def test_such_a_warning_hides_no_missing_half(kind: str) -> None:
-    data = untidy(kind, JPEG)
+    data = with_bad_headers(kind, JPEG)
     with pytest.raises(MediaDecodeError):
         decoded(data[: len(data) * 2 // 3] + b"\xff\xd9")
 
 
-def test_tidying_leaves_a_tidy_file_as_it_is() -> None:
+def test_repairing_leaves_good_headers_as_they_are() -> None:
     for data in (JPEG, PROGRESSIVE, saved(noise(8, 8, "CMYK"), "JPEG"), three_scans()):
         channels = read_header(data, LIMITS).channels
-        assert tidy_jpeg(data, channels) == data
+        assert repair_jpeg_headers(data, channels) == data
 
 
 def test_segments_too_short_to_be_believed_are_left_as_they_are() -> None:
     short = segment(0xE0, b"JFIF\0") + segment(0xEE, b"Adobe\0\x64\0\0\0\0")
-    data = inserted(untidy("stray bytes", JPEG), short)
-    assert short in tidy_jpeg(data, 3)
+    data = inserted(with_bad_headers("stray bytes", JPEG), short)
+    assert short in repair_jpeg_headers(data, 3)
     assert same_pixels(decoded(data), decoded(JPEG))
 
 

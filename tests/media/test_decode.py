@@ -16,7 +16,7 @@ from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageFile, PngImagePlugin
 from mm_encoder.config import ImageOptions
 from mm_encoder.errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from mm_encoder.media import decode as decode_module
-from mm_encoder.media.geometry import over_white
+from mm_encoder.media.geometry import composite_over_white
 from mm_encoder.media.header import read_header
 from mm_encoder.media.picture import Picture, Pixels
 from mm_encoder.media.source import open_source
@@ -74,7 +74,7 @@ def named(case_name: str, file: str) -> Row:
 def test_header_plan_and_pixels_are_turned_alike(row: Row, planner: MediaPlanner) -> None:
     data, size = case(row["file"]), tuple(row["size"])
     plan, inputs = planner.prepare_inputs(data)
-    assert read_header(data, LIMITS).shown() == size
+    assert read_header(data, LIMITS).display_size() == size
     assert plan == planner.plan(data) == planner.plan(size)
     assert plan.original_size == size
     assert inputs["grid_thws"].tolist() == [list(plan.grid_thws[0])]
@@ -122,7 +122,7 @@ CARRIERS = ["JPEG", "PNG", "PNG, behind the pixels", "WebP"]
 def check_turned_as_pillow_does(data: bytes, planner: MediaPlanner) -> None:
     wanted = shown_by_pillow(data)
     assert same_pixels(decoded(data), wanted)
-    assert read_header(data, LIMITS).shown() == wanted.shape[1::-1]
+    assert read_header(data, LIMITS).display_size() == wanted.shape[1::-1]
     assert planner.plan(data).original_size == wanted.shape[1::-1]
     assert decoded(data, exif_orientation=False).shape == (14, 23, 3)
 
@@ -142,7 +142,7 @@ def test_xmp_turns_every_kind_as_pillow_does(kind: str, planner: MediaPlanner) -
 
 def test_eight_orientations_give_eight_pictures() -> None:
     pixels = np.arange(6, dtype=np.uint8).reshape(2, 3, 1)
-    turned = [Picture(pixels).turned(orientation).pixels for orientation in range(1, 9)]
+    turned = [Picture(pixels).oriented(orientation).pixels for orientation in range(1, 9)]
     assert len({(t.shape, t.tobytes()) for t in turned}) == 8
     assert all(t.flags.c_contiguous for t in turned)
 
@@ -154,7 +154,7 @@ def test_eight_orientations_give_eight_pictures() -> None:
 def test_every_carrier_of_alpha_is_composited(row: Row) -> None:
     pixels = decoded(case(row["file"]))
     assert pixels.shape[2] == 4
-    shown, width = over_white(pixels), pixels.shape[1]
+    shown, width = composite_over_white(pixels), pixels.shape[1]
     tolerance = row.get("tol", 0)
     assert near(shown[:, : width // 2], row["left"], tolerance)
     assert near(shown[:, width // 2 :], row["right_composited_white"], tolerance)
@@ -165,7 +165,7 @@ def test_colour_under_alpha_zero_stays_hidden() -> None:
     for name in ("D03_hidden_red_rgba.png", "D03_hidden_red_rgba.webp"):
         row, pixels = named("D03", name), decoded(case(name))
         assert (pixels[0, 0] == (255, 0, 0, 0)).all()
-        shown = over_white(pixels)
+        shown = composite_over_white(pixels)
         height, width = shown.shape[:2]
         if "centre" in row:
             assert near(shown[height // 2, width // 2], row["centre"])
@@ -178,7 +178,7 @@ def test_colour_under_alpha_zero_stays_hidden() -> None:
 
 def test_an_alpha_ramp_is_composited_column_by_column() -> None:
     row = named("D03", "D03_alpha_ramp.png")
-    shown = over_white(decoded(case(row["file"])))
+    shown = composite_over_white(decoded(case(row["file"])))
     assert shown.shape[1] == len(row["columns"])
     assert near(shown, row["columns"], row["tol"])
 
@@ -187,7 +187,7 @@ def test_an_alpha_ramp_is_composited_column_by_column() -> None:
     "name", [r["file"] for r in rows("D02", "D03")] + ["D30_gif_transparent.gif", "D04_grayalpha16.png"]
 )
 def test_the_familys_pixels_are_composited(name: str, planner: MediaPlanner) -> None:
-    shown = over_white(decoded(case(name)))
+    shown = composite_over_white(decoded(case(name)))
     inputs = planner.prepare_inputs(case(name))[1]
     opaque = planner.prepare_inputs(saved(Image.fromarray(shown), "PNG"))[1]
     assert inputs["pixel_values"].equal(opaque["pixel_values"])
@@ -198,7 +198,7 @@ def test_the_familys_pixels_are_composited(name: str, planner: MediaPlanner) -> 
 
 @pytest.mark.parametrize("row", rows("D04"), ids=file_of)
 def test_every_depth_of_grey_is_scaled_to_bytes(row: Row) -> None:
-    pixels = over_white(decoded(case(row["file"])))
+    pixels = composite_over_white(decoded(case(row["file"])))
     wanted = np.array(row["columns"])[np.newaxis, :, np.newaxis]
     assert pixels.shape[1] == len(row["columns"])
     assert near(pixels, wanted, row.get("tol", 0))
@@ -272,7 +272,7 @@ def test_narrow_and_tiny_pictures_are_planned_and_prepared(row: Row, planner: Me
 @pytest.mark.parametrize("row", rows("D30"), ids=file_of)
 def test_the_first_frame_is_the_picture(row: Row, planner: MediaPlanner) -> None:
     data = case(row["file"])
-    shown = over_white(decoded(data))
+    shown = composite_over_white(decoded(data))
     assert planner.plan(data).original_size == shown.shape[1::-1]
     if "size" in row:
         assert shown.shape[1::-1] == tuple(row["size"])
@@ -328,7 +328,7 @@ def check_against_pillow(data: bytes, channels: int = 3) -> None:
     assert pixels.dtype == np.uint8
     assert pixels.flags.c_contiguous
     assert pixels.flags.writeable
-    assert read_header(data, LIMITS).shown() == pixels.shape[1::-1]
+    assert read_header(data, LIMITS).display_size() == pixels.shape[1::-1]
     assert same_pixels(pixels, shown_by_pillow(data, channels))
 
 

@@ -134,7 +134,7 @@ def outcome(data: bytes) -> tuple[object, ...]:
         with pytest.raises(type(error), match=re.escape(str(error))):
             decode(data, SMALL)
         return check_message(data, error)
-    assert source.size == header.shown()
+    assert source.size == header.display_size()
     try:
         pixels = source.decode(SMALL).pixels
     except MediaError as error:

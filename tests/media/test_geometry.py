@@ -12,7 +12,7 @@ from torchvision.transforms import InterpolationMode  # type: ignore[import-unty
 from torchvision.transforms.v2 import functional as reference  # type: ignore[import-untyped]
 
 from mm_encoder.contract import ImageSize
-from mm_encoder.media.geometry import over_white, place, resize_bicubic_torch
+from mm_encoder.media.geometry import composite_over_white, pad_to_canvas, resize_bicubic_torch
 from mm_encoder.media.picture import Pixels
 
 from ..helpers import case, decoded, noise, rows, same_pixels, saved
@@ -32,24 +32,24 @@ def test_compositing_is_pillows_for_every_value_and_alpha() -> None:
     pixels = np.dstack([value, value[::-1], alpha, alpha])
     white = Image.new("RGBA", (256, 256), "white")
     wanted = np.array(Image.alpha_composite(white, Image.fromarray(pixels)).convert("RGB"))
-    assert same_pixels(over_white(pixels), wanted)
+    assert same_pixels(composite_over_white(pixels), wanted)
     exact = 255 - (255.0 - pixels[:, :, :3]) * alpha[:, :, np.newaxis] / 255
-    assert np.abs(over_white(pixels) - exact).max() <= 1
+    assert np.abs(composite_over_white(pixels) - exact).max() <= 1
 
 
 def test_opaque_and_hidden_pixels_are_exact() -> None:
     pixels = bytes_of(9, 7, 4)
     pixels[:, :, 3] = 255
-    assert same_pixels(over_white(pixels), pixels[:, :, :3])
+    assert same_pixels(composite_over_white(pixels), pixels[:, :, :3])
     pixels[:, :, 3] = 0
-    assert (over_white(pixels) == 255).all()
+    assert (composite_over_white(pixels) == 255).all()
 
 
 def test_rgb_passes_and_rgba_is_left_as_it_was() -> None:
     rgb, rgba = bytes_of(9, 7), bytes_of(9, 7, 4)
     before = rgba.copy()
-    assert over_white(rgb) is rgb
-    assert over_white(rgba).flags.writeable
+    assert composite_over_white(rgb) is rgb
+    assert composite_over_white(rgba).flags.writeable
     assert same_pixels(rgba, before)
 
 
@@ -188,7 +188,7 @@ def test_whatever_was_decoded_can_be_resized_without_a_warning(kind: str, size: 
         pixels = decoded(saved(noise(*size, "RGB" if kind == "JPEG" else mode), kind))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert resize_bicubic_torch(over_white(pixels), ImageSize(28, 28)).shape == (28, 28, 3)
+            assert resize_bicubic_torch(composite_over_white(pixels), ImageSize(28, 28)).shape == (28, 28, 3)
 
 
 @pytest.mark.usefixtures("torch_warns_always")
@@ -204,7 +204,7 @@ def test_torch_warns_of_pixels_that_it_may_not_write() -> None:
 @pytest.mark.parametrize("offset", [(0, 0), (3, 0), (0, 4), (3, 4)])
 def test_a_picture_is_placed_on_a_canvas_of_one_value(offset: tuple[int, int], fill: int) -> None:
     pixels = bytes_of(6, 5)
-    page = place(pixels, ImageSize(9, 9), offset, fill)
+    page = pad_to_canvas(pixels, ImageSize(9, 9), offset, fill)
     left, top = offset
     assert page.shape == (9, 9, 3)
     for y in range(9):
@@ -216,10 +216,10 @@ def test_a_picture_is_placed_on_a_canvas_of_one_value(offset: tuple[int, int], f
 
 def test_a_picture_that_fills_its_canvas_is_no_copy() -> None:
     pixels = bytes_of(6, 5)
-    assert place(pixels, ImageSize(6, 5), (0, 0), fill=0) is pixels
-    assert place(pixels, ImageSize(6, 6), (0, 0), fill=0).shape == (6, 6, 3)
+    assert pad_to_canvas(pixels, ImageSize(6, 5), (0, 0), fill=0) is pixels
+    assert pad_to_canvas(pixels, ImageSize(6, 6), (0, 0), fill=0).shape == (6, 6, 3)
 
 
 def test_what_does_not_fit_is_not_placed() -> None:
     with pytest.raises(ValueError, match="broadcast"):
-        place(bytes_of(6, 5), ImageSize(9, 9), (4, 0), fill=0)
+        pad_to_canvas(bytes_of(6, 5), ImageSize(9, 9), (4, 0), fill=0)

@@ -316,8 +316,8 @@ def test_metadata_behind_a_webps_end_is_none_of_its_own() -> None:
 def test_shown_swaps_sides_only_when_orientation_is_applied() -> None:
     for orientation in range(1, 9):
         header = Header("JPEG", ImageSize(30, 20), orientation)
-        assert header.shown() == ((20, 30) if orientation >= 5 else (30, 20))
-        assert header.shown(exif_orientation=False) == (30, 20)
+        assert header.display_size() == ((20, 30) if orientation >= 5 else (30, 20))
+        assert header.display_size(exif_orientation=False) == (30, 20)
 
 
 # --- cut and lying headers ---------------------------------------------------------------------------
