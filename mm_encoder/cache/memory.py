@@ -41,11 +41,11 @@ class MemoryStats(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Node:
     key: bytes
     entry: Entry
     nbytes: int
-    asked: int = 0
+    freq: int = 0
     """Hits since it entered its queue, at most 3."""
 
 
@@ -63,26 +63,26 @@ class MemoryTier:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._max_young_bytes = max_bytes // 5
+        self._max_small_bytes = max_bytes // 5
         self._lock = threading.Lock()
-        self._kept: dict[bytes, _Kept] = {}
-        self._young: deque[_Kept] = deque()
-        self._main: deque[_Kept] = deque()
-        # What left the young queue, and what it weighed: together no more than the main queue may hold.
+        self._index: dict[bytes, _Node] = {}
+        self._small: deque[_Node] = deque()
+        self._main: deque[_Node] = deque()
+        # What left the small queue, and what it weighed: together no more than the main queue may hold.
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
-        self._bytes = self._young_bytes = self._ghost_bytes = 0
+        self._bytes = self._small_bytes = self._ghost_bytes = 0
         self._evictions = 0
         self._closed = False
 
     def get(self, key: bytes) -> Entry | None:
         """The entry that was put, itself: the same storage for everyone, theirs also once it is evicted."""
         # No lock: a hit moves nothing, and it does no harm if two threads' hits are counted as one.
-        kept = self._kept.get(key)
-        if kept is None:
+        node = self._index.get(key)
+        if node is None:
             return None
-        if kept.asked < 3:
-            kept.asked += 1
-        return kept.entry
+        if node.freq < 3:
+            node.freq += 1
+        return node.entry
 
     def put(self, key: bytes, entry: Entry) -> None:
         """Keep `entry`, unless it is larger than the whole budget. Of two for one key the first stays, so
@@ -92,34 +92,34 @@ class MemoryTier:
         if not 0 < nbytes <= self._max_bytes:
             return
         # Freed after the lock: it takes a while, and whoever watches these tensors may call us.
-        evicted: list[_Kept] = []
+        evicted: list[_Node] = []
         with self._lock:
-            if self._closed or key in self._kept:
+            if self._closed or key in self._index:
                 return
             while self._bytes + nbytes > self._max_bytes:
                 evicted.append(self._evict())
-            kept = self._kept[key] = _Kept(key, entry, nbytes)
+            node = self._index[key] = _Node(key, entry, nbytes)
             self._bytes += nbytes
             if key in self._ghosts:
                 self._ghost_bytes -= self._ghosts.pop(key)
-                self._main.append(kept)
+                self._main.append(node)
             else:
-                self._young.append(kept)
-                self._young_bytes += nbytes
+                self._small.append(node)
+                self._small_bytes += nbytes
         track(entry.rows)
 
     def stats(self) -> MemoryStats:
         """Counts at this moment."""
         with self._lock:
-            return MemoryStats(len(self._kept), self._bytes, self._evictions)
+            return MemoryStats(len(self._index), self._bytes, self._evictions)
 
     def clear(self) -> None:
         """Drop everything; what was dropped doesn't count as evicted."""
         with self._lock:
-            dropped = self._kept, self._young, self._main
-            self._kept, self._young, self._main = {}, deque(), deque()
+            dropped = self._index, self._small, self._main
+            self._index, self._small, self._main = {}, deque(), deque()
             self._ghosts.clear()
-            self._bytes = self._young_bytes = self._ghost_bytes = 0
+            self._bytes = self._small_bytes = self._ghost_bytes = 0
         del dropped  # after the lock, as in `put`
 
     def close(self) -> None:
@@ -128,30 +128,30 @@ class MemoryTier:
             self._closed = True
         self.clear()
 
-    def _evict(self) -> _Kept:
+    def _evict(self) -> _Node:
         """Take out the next to go. There is one: called only while bytes are in use."""
         while True:
-            if self._young_bytes > self._max_young_bytes or not self._main:
-                kept = self._young.popleft()
-                self._young_bytes -= kept.nbytes
-                if not kept.asked:
-                    self._remember(kept)
+            if self._small_bytes > self._max_small_bytes or not self._main:
+                node = self._small.popleft()
+                self._small_bytes -= node.nbytes
+                if not node.freq:
+                    self._add_ghost(node)
                     break
-                kept.asked = 0
+                node.freq = 0
             else:
-                kept = self._main.popleft()
-                if not kept.asked:
+                node = self._main.popleft()
+                if not node.freq:
                     break
-                kept.asked -= 1
-            self._main.append(kept)
-        del self._kept[kept.key]
-        self._bytes -= kept.nbytes
+                node.freq -= 1
+            self._main.append(node)
+        del self._index[node.key]
+        self._bytes -= node.nbytes
         self._evictions += 1
-        return kept
+        return node
 
-    def _remember(self, kept: _Kept) -> None:
-        self._ghosts[kept.key] = kept.nbytes
-        self._ghost_bytes += kept.nbytes
-        while self._ghost_bytes > self._max_bytes - self._max_young_bytes:
+    def _add_ghost(self, node: _Node) -> None:
+        self._ghosts[node.key] = node.nbytes
+        self._ghost_bytes += node.nbytes
+        while self._ghost_bytes > self._max_bytes - self._max_small_bytes:
             _, nbytes = self._ghosts.popitem(last=False)
             self._ghost_bytes -= nbytes
