@@ -186,7 +186,7 @@ def test_writes_are_behind_and_the_backlog_serves_meanwhile(opened: Callable[...
 def test_a_full_backlog_drops_and_holds_nobody_up(
     opened: Callable[..., Cache], disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered, "_BACKLOG", 1000)
+    monkeypatch.setattr(tiered, "_MAX_BACKLOG_BYTES", 1000)
     cache = opened(max_entry_bytes=1000)
     disk.write_gate.clear()
     for number in range(20):
