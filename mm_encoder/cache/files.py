@@ -67,8 +67,8 @@ class FileTier(DiskTier):
         self._lock = Lock(self._path, shared=shared)
         try:
             self._ledger = Ledger(self._path)
-            with self._ledger.held(_PATIENCE_S) as held:
-                if not held:
+            with self._ledger.locked(_PATIENCE_S) as locked:
+                if not locked:
                     raise CacheLockedError(f"another process is writing to {self._path} and does not end")
                 self._recount()
                 self._make_room(0)
@@ -112,12 +112,12 @@ class FileTier(DiskTier):
             parts = encode(key, entry)
             if sum(map(len, parts)) > self._limit:
                 return False
-            with self._ledger.held(_PATIENCE_S) as held:
-                if held:
+            with self._ledger.locked(_PATIENCE_S) as locked:
+                if locked:
                     self._store(path, key, *parts)
                 elif not self._closed:
                     self._fault("failed write", path, TimeoutError(f"no turn in {_PATIENCE_S:.0f} s"))
-                return held
+                return locked
         except (OSError, ValueError, RuntimeError, MemoryError) as error:
             self._fault("failed write", path, error)
             return False
@@ -139,9 +139,9 @@ class FileTier(DiskTier):
 
     def _store(self, path: str, key: bytes, header: bytes, payload: memoryview) -> None:
         size = len(header) + len(payload)
-        if self._recount_next or not self._ledger.settled:
+        if self._recount_next or not self._ledger.clean:
             self._recount()
-        self._ledger.begin()
+        self._ledger.mark_dirty()
         if self._is_there(path, size):
             touch(path)
             return
@@ -151,9 +151,9 @@ class FileTier(DiskTier):
             write(temporary, header, payload)
             os.replace(temporary, path)
         except BaseException:
-            self._ledger.settled = False  # unless it can be removed
+            self._ledger.clean = False  # unless it can be removed
             remove(temporary)
-            self._ledger.settled = True
+            self._ledger.clean = True
             raise
         self._ledger.add(1, size)
 
@@ -200,19 +200,19 @@ class FileTier(DiskTier):
         self._oldest = sorted(listing.entries, reverse=True)
         self._ledger.entries = len(self._oldest)
         self._ledger.bytes = sum(found.bytes for found in self._oldest)
-        self._ledger.settled = True
+        self._ledger.clean = True
 
     def _discard(self, path: str, read: os.stat_result | None = None) -> None:
         """Remove a bad entry, unless another was put in its place since it was read."""
         try:
-            with self._ledger.held(_READER_PATIENCE_S) as held:
+            with self._ledger.locked(_READER_PATIENCE_S) as locked:
                 status = os.lstat(path)
                 if read is not None and (status.st_dev, status.st_ino) != (read.st_dev, read.st_ino):
                     return
                 remove(path)
-                if held:
+                if locked:
                     self._ledger.add(-1, -status.st_size)
-                    self._ledger.settled = False  # it may have been counted with another size
+                    self._ledger.clean = False  # it may have been counted with another size
                 else:
                     self._recount_next = True
         except FileNotFoundError:

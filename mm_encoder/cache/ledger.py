@@ -20,8 +20,8 @@ from typing import Any
 from ..errors import CacheError, CacheLockedError
 from .directory import LEDGER, LOCK, require_ours
 
-_FORM = struct.Struct("<QQQ")  # entries, bytes, 1 while they are being changed
-LEDGER_BYTES = _FORM.size
+_RECORD = struct.Struct("<QQQ")  # entries, bytes, 1 while they are being changed
+LEDGER_BYTES = _RECORD.size
 """What the ledger's own file takes; the lock's is empty."""
 
 
@@ -30,10 +30,10 @@ class Lock:
 
     def __init__(self, path: str, *, shared: bool) -> None:
         """Make the directory if need be and lock it. Raises CacheError."""
-        _make(path)
+        _ensure_directory(path)
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
-            descriptor = _open(path, LOCK)
+            descriptor = _open_file(path, LOCK)
         except OSError as error:
             raise CacheError(f"the cache's directory {path} is not writable: {error.strerror}") from error
         try:
@@ -46,10 +46,10 @@ class Lock:
                     "time, or to several that all open it with shared=True"
                 ) from None
             raise CacheError(f"the cache's directory {path} cannot be locked: {error.strerror}") from error
-        self.release = _letting_go(self, descriptor)
+        self.release = _make_closer(self, descriptor)
 
 
-def _make(path: str) -> None:
+def _ensure_directory(path: str) -> None:
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         names = sorted(os.listdir(path))
@@ -61,20 +61,20 @@ def _make(path: str) -> None:
         raise CacheError(f"the cache's directory {path} is not writable")
 
 
-def _open(path: str, name: str) -> int:
+def _open_file(path: str, name: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(os.path.join(path, name), flags, 0o666)
 
 
-def _letting_go(owner: object, descriptor: int) -> weakref.finalize[..., Any]:
+def _make_closer(owner: object, descriptor: int) -> weakref.finalize[..., Any]:
     """What closes the descriptor: when it is called, when nobody refers to the owner, in a forked child."""
-    close = weakref.finalize(owner, _let_go, descriptor, os.getpid())
+    close = weakref.finalize(owner, _unlock_and_close, descriptor, os.getpid())
     close.atexit = False  # the system does it then, and a thread may still be at work
     os.register_at_fork(after_in_child=close)
     return close
 
 
-def _let_go(descriptor: int, owner: int) -> None:
+def _unlock_and_close(descriptor: int, owner: int) -> None:
     # Unlocked by name, as a child that was forked outside Python may have a copy; never by a child.
     if os.getpid() == owner:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -91,24 +91,24 @@ class Ledger:
     def __init__(self, path: str) -> None:
         """Open it. Raises OSError."""
         self._path = os.path.join(path, LEDGER)
-        self._descriptor = _open(path, LEDGER)
+        self._descriptor = _open_file(path, LEDGER)
         self._mutex = threading.Lock()
-        self._close = _letting_go(self, self._descriptor)
+        self._close = _make_closer(self, self._descriptor)
         self.entries = self.bytes = 0
-        self.settled = False
+        self.clean = False
 
     @contextmanager
-    def held(self, seconds: float) -> Iterator[bool]:
+    def locked(self, seconds: float) -> Iterator[bool]:
         """Hold the lock; False where it is not to be had within `seconds`, or is closed.
 
-        What is made of `entries`, `bytes` and `settled` is written at the end, whatever happens.
+        What is made of `entries`, `bytes` and `clean` is written at the end, whatever happens.
         """
         deadline = time.monotonic() + seconds
         if not self._mutex.acquire(timeout=seconds):
             yield False
             return
         try:
-            if not (self._close.alive and self._lock(deadline)):
+            if not (self._close.alive and self._acquire_flock(deadline)):
                 yield False
                 return
             try:
@@ -117,17 +117,17 @@ class Ledger:
                     yield True
                 except BaseException:
                     with suppress(OSError):  # it stays unsettled then, and the first error is the one to tell
-                        self._write(self.settled)
+                        self._write(self.clean)
                     raise
-                self._write(self.settled)
+                self._write(self.clean)
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         finally:
             self._mutex.release()
 
-    def begin(self) -> None:
+    def mark_dirty(self) -> None:
         """Say that files are about to change."""
-        self._write(settled=False)
+        self._write(clean=False)
 
     def add(self, entries: int, size: int) -> None:
         """Say that they have."""
@@ -147,7 +147,7 @@ class Ledger:
         with self._mutex:
             self._close()
 
-    def _lock(self, deadline: float) -> bool:
+    def _acquire_flock(self, deadline: float) -> bool:
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,15 +158,15 @@ class Ledger:
                 time.sleep(0.001)
 
     def _read(self) -> None:
-        self.entries, self.bytes, self.settled = _parse(os.pread(self._descriptor, LEDGER_BYTES, 0))
+        self.entries, self.bytes, self.clean = _parse(os.pread(self._descriptor, LEDGER_BYTES, 0))
 
-    def _write(self, settled: bool) -> None:
-        os.pwrite(self._descriptor, _FORM.pack(self.entries, self.bytes, not settled), 0)
+    def _write(self, clean: bool) -> None:
+        os.pwrite(self._descriptor, _RECORD.pack(self.entries, self.bytes, not clean), 0)
 
 
 def _parse(data: bytes) -> tuple[int, int, bool]:
     """Entries, bytes, and whether they are right."""
     if len(data) != LEDGER_BYTES:  # just made
         return 0, 0, False
-    entries, size, changing = _FORM.unpack(data)
-    return entries, size, changing == 0
+    entries, size, dirty = _RECORD.unpack(data)
+    return entries, size, dirty == 0

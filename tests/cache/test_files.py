@@ -427,11 +427,11 @@ def test_a_ledger_that_was_closed_is_not_held(path: Path) -> None:
     """As by a put that waits while the tier is closed: the descriptor may be another file's by then."""
     path.mkdir()
     ledger = Ledger(str(path))
-    with ledger.held(0) as held:
-        assert held
+    with ledger.locked(0) as locked:
+        assert locked
     ledger.close()
-    with (path / "another").open("w"), ledger.held(0) as held:
-        assert not held
+    with (path / "another").open("w"), ledger.locked(0) as locked:
+        assert not locked
 
 
 def test_two_tiers_share_a_directory(path: Path, file_bytes: int) -> None:

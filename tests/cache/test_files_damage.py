@@ -237,14 +237,14 @@ def test_a_file_that_cannot_be_read(
             raise OSError(code, os.strerror(code))
         return real(*arguments)
 
-    held = Ledger.held
+    locked = Ledger.locked
 
     def no_longer_failing(*call: Any) -> Any:  # the ledger is read, too
         monkeypatch.undo()
-        return held(*call)
+        return locked(*call)
 
     monkeypatch.setattr(os, function, failing)
-    monkeypatch.setattr(Ledger, "held", no_longer_failing)
+    monkeypatch.setattr(Ledger, "locked", no_longer_failing)
     assert tier.get(key(0)) is None
     monkeypatch.undo()
     assert tier.stats().errors == 1

@@ -147,7 +147,7 @@ def fork_with_a_tier(path: str) -> None:
 
     assert exit_code(forked(use)) == 0
     assert exit_code(forked(drop)) == 0
-    with tier._ledger.held(1):
+    with tier._ledger.locked(1):
         assert exit_code(forked(locked_at_the_fork)) == 0
         with open(os.path.join(path, directory.LEDGER), "rb") as ledger, pytest.raises(BlockingIOError):
             fcntl.flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,7 +172,7 @@ def hold_and_be_killed(path: str) -> None:
 
     def hold() -> None:
         tier = FileTier(path, BUDGET)
-        with tier._ledger.held(1):
+        with tier._ledger.locked(1):
             survivor = forked(lambda: time.sleep(100))
             os.write(tell, survivor.to_bytes(8, "big"))
             time.sleep(100)
@@ -249,7 +249,7 @@ SHARED_BUDGET = 4 * MIB
 def share(path: str, aside: str, seed: int, locking: bool) -> None:
     """Four processes read and write; the first is killed amid it. What each saw is printed."""
     if not locking:
-        Ledger._lock = lambda *_: True  # type: ignore[method-assign]
+        Ledger._acquire_flock = lambda *_: True  # type: ignore[method-assign]
     results = [os.path.join(aside, f"worker{number}") for number in range(4)]
     workers = [
         forked(lambda number=number: share_as(path, aside, results[number], 10 * seed + number, number == 0))  # type: ignore[misc]
