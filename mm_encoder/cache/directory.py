@@ -25,11 +25,11 @@ from .entry import Entry
 
 LOCK = "mm-encoder-cache.lock"
 LEDGER = "mm-encoder-cache.ledger"
-_OURS = re.compile(r"([0-9a-f]{64})\.(rows|tmp)")
-_FIRST_READ = 4096  # has the whole header of most entries
+_ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.(rows|tmp)")
+_FIRST_READ_BYTES = 4096  # has the whole header of most entries
 
 
-class Found(NamedTuple):
+class EntryFile(NamedTuple):
     """An entry's file as a scan saw it; those used longest ago sort first."""
 
     used_ns: int
@@ -38,14 +38,14 @@ class Found(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """A directory's files. `temporaries` are whole or partly written; `odd` have an entry's name and are
-    no files, but links, folders, ...; `strangers` are names that no cache gives.
+    """A directory's files. `temporaries` are whole or partly written; `irregular` have an entry's name and
+    are no files, but links, folders, ...; `foreign` are names that no cache gives.
     """
 
-    entries: list[Found]
-    temporaries: list[Found]
-    odd: list[str]
-    strangers: list[str]
+    entries: list[EntryFile]
+    temporaries: list[EntryFile]
+    irregular: list[str]
+    foreign: list[str]
 
 
 def scan(path: str) -> Listing:
@@ -53,24 +53,24 @@ def scan(path: str) -> Listing:
     listing = Listing([], [], [], [])
     with os.scandir(path) as files:
         for file in files:
-            ours = _OURS.fullmatch(file.name)
-            if ours is None:
+            match = _ENTRY_NAME.fullmatch(file.name)
+            if match is None:
                 if file.name not in (LOCK, LEDGER):
-                    listing.strangers.append(file.name)
+                    listing.foreign.append(file.name)
                 continue
             try:
                 status = file.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
             if not stat.S_ISREG(status.st_mode):
-                listing.odd.append(file.path)
+                listing.irregular.append(file.path)
                 continue
-            kind = listing.entries if ours[2] == "rows" else listing.temporaries
-            kind.append(Found(status.st_mtime_ns, status.st_size, file.path))
+            kind = listing.entries if match[2] == "rows" else listing.temporaries
+            kind.append(EntryFile(status.st_mtime_ns, status.st_size, file.path))
     return listing
 
 
-def require_ours(path: str, names: list[str] | None = None) -> None:
+def require_cache(path: str, names: list[str] | None = None) -> None:
     """Raise CacheError unless `path` is a directory that a cache made its own."""
     try:
         names = sorted(os.listdir(path)) if names is None else names
@@ -118,7 +118,7 @@ def sweep(listing: Listing) -> None:
     """Remove what is no entry. For who holds the ledger: whoever wrote it and does not is dead."""
     for temporary in listing.temporaries:
         remove(temporary.path)
-    for path in listing.odd:
+    for path in listing.irregular:
         with suppress(OSError):  # a folder with something in it, which is not ours to judge
             remove(path)
 
@@ -127,7 +127,7 @@ def sweep(listing: Listing) -> None:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[tuple[int, os.stat_result]]:
+def open_entry(path: str) -> Iterator[tuple[int, os.stat_result]]:
     """Descriptor and status of a file that is read; no link is followed, no pipe waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -140,7 +140,7 @@ def load(descriptor: int, status: os.stat_result, key: bytes) -> Entry:
     """The entry of `key`, verified. Raises EntryError, or OSError where the system cannot read it."""
     if not stat.S_ISREG(status.st_mode):
         raise EntryError("it is not a regular file")
-    head = os.pread(descriptor, _FIRST_READ, 0)
+    head = os.pread(descriptor, _FIRST_READ_BYTES, 0)
     if len(head) < header_length(head) <= status.st_size:
         head = os.pread(descriptor, header_length(head), 0)
     header = read_header(head)

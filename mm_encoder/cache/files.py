@@ -22,10 +22,10 @@ from ..config import require_int
 from ..errors import CacheError, CacheLockedError
 from .codec import EntryError, encode
 from .directory import (
-    Found,
+    EntryFile,
     entry_path,
     load,
-    opened,
+    open_entry,
     remove,
     scan,
     sweep,
@@ -58,7 +58,7 @@ class FileTier(DiskTier):
         self._path = os.path.abspath(path)
         self._limit = max_bytes - LEDGER_BYTES
         self._pid = os.getpid()
-        self._oldest: list[Found] = []  # by the last scan, those to evict first at the end
+        self._oldest: list[EntryFile] = []  # by the last scan, those to evict first at the end
         self._recount_next = False
         self._counting = threading.Lock()
         self._evictions = self._errors = 0
@@ -84,7 +84,7 @@ class FileTier(DiskTier):
             return None
         path = entry_path(self._path, key)
         try:
-            with opened(path) as (descriptor, status):
+            with open_entry(path) as (descriptor, status):
                 try:
                     entry = load(descriptor, status, key)
                 except EntryError as error:
@@ -177,16 +177,16 @@ class FileTier(DiskTier):
                 self._recount()
                 recounts += 1
                 continue
-            found = self._oldest[-1]
+            file = self._oldest[-1]
             try:
-                status = os.lstat(found.path)
+                status = os.lstat(file.path)
             except FileNotFoundError:  # another process evicted it, and told the ledger
                 self._oldest.pop()
                 continue
             # Used since the scan, so younger than all the scan saw that were not. Twice in a row is enough,
             # or readers who use everything all the time could keep this thread here.
-            if status.st_mtime_ns == found.used_ns or recounts >= 2:
-                remove(found.path)
+            if status.st_mtime_ns == file.used_ns or recounts >= 2:
+                remove(file.path)
                 self._ledger.add(-1, -status.st_size)
                 with self._counting:
                     self._evictions += 1
@@ -199,7 +199,7 @@ class FileTier(DiskTier):
         sweep(listing)
         self._oldest = sorted(listing.entries, reverse=True)
         self._ledger.entries = len(self._oldest)
-        self._ledger.bytes = sum(found.bytes for found in self._oldest)
+        self._ledger.bytes = sum(file.bytes for file in self._oldest)
         self._ledger.clean = True
 
     def _discard(self, path: str, read: os.stat_result | None = None) -> None:

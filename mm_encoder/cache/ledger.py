@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..errors import CacheError, CacheLockedError
-from .directory import LEDGER, LOCK, require_ours
+from .directory import LEDGER, LOCK, require_cache
 
 _RECORD = struct.Struct("<QQQ")  # entries, bytes, 1 while they are being changed
 LEDGER_BYTES = _RECORD.size
@@ -56,7 +56,7 @@ def _ensure_directory(path: str) -> None:
     except OSError as error:
         raise CacheError(f"{path} cannot be a cache's directory: {error.strerror}") from error
     if names:
-        require_ours(path, names)
+        require_cache(path, names)
     if not os.access(path, os.W_OK | os.X_OK):
         raise CacheError(f"the cache's directory {path} is not writable")
 

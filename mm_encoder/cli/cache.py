@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import steps
 from ..cache import regions, upkeep
-from ..cache.directory import LOCK, require_ours
+from ..cache.directory import LOCK, require_cache
 from ..config import CacheConfig, MediaLimits, model_name
 from ..contract import CacheStats
 from ..device import default_dtype, parse_device
@@ -107,7 +107,7 @@ def verify(directory: DirectoryArgument) -> int:
     found = upkeep.verify(directory)
     for name, reason in found.damaged:
         complain(str(directory / name), reason)
-    print(f"{found.whole} whole entries, {bytes_of(found.bytes)}; {len(found.damaged)} damaged")
+    print(f"{found.intact} whole entries, {bytes_of(found.bytes)}; {len(found.damaged)} damaged")
     return int(bool(found.damaged))
 
 
@@ -131,8 +131,8 @@ def _files_facts(directory: Path) -> list[tuple[str, str]]:
     ]
     if found.temporaries:
         facts.append(("unfinished", f"{found.temporaries} files: being written, or of a writer that died"))
-    if found.strangers:
-        facts.append(("not the cache's", f"{found.strangers} files, left alone"))
+    if found.foreign:
+        facts.append(("not the cache's", f"{found.foreign} files, left alone"))
     return facts
 
 
@@ -140,7 +140,7 @@ def _is_foyer(directory: Path) -> bool:
     """Whether a directory is of the foyer backend. Raises CacheError for what is no cache's directory."""
     if regions.is_foyers(directory) and not (directory / LOCK).exists():
         return True
-    require_ours(os.fspath(directory))
+    require_cache(os.fspath(directory))
     return False
 
 

@@ -378,7 +378,7 @@ def test_a_read_only_disk(path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
         with pytest.raises(CacheError, match=f"{path} is not writable"):
             FileTier(path, BUDGET)
-        assert verify(path).whole == 1
+        assert verify(path).intact == 1
         with pytest.raises(CacheError):
             clear(path)
         assert file_of(path, 0).exists()

@@ -357,10 +357,10 @@ def test_verify_reports_every_damage_and_changes_nothing(path: Path) -> None:
     before = {file.name: (file.lstat().st_ino, file.lstat().st_mtime_ns) for file in path.iterdir()}
     found = verify(path)  # with the tier open
     assert {file.name: (file.lstat().st_ino, file.lstat().st_mtime_ns) for file in path.iterdir()} == before
-    assert found.whole == 5
+    assert found.intact == 5
     assert found.bytes == 5 * file_of(path, len(names)).stat().st_size
     assert found.temporaries == 1
-    assert found.strangers == 1  # the file that is linked to
+    assert found.foreign == 1  # the file that is linked to
     reasons = dict(found.damaged)
     assert reasons.keys() == {file_of(path, number).name for number in range(len(names))}
     for name, reason in {
@@ -390,7 +390,7 @@ def test_verify_beside_an_evicting_writer(
 
     monkeypatch.setattr(directory, "check", evict_all)
     found = verify(path)
-    assert found.whole == 1  # the one that was open
+    assert found.intact == 1  # the one that was open
     assert found.damaged == ()
     tier.close()
 
