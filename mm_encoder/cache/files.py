@@ -38,11 +38,11 @@ from .ledger import LEDGER_BYTES, Ledger, Lock
 
 logger = logging.getLogger("mm_encoder")
 
-_PATIENCE_S = 5.0  # for the other processes' writes
-_READER_PATIENCE_S = 0.1
+_LOCK_TIMEOUT_S = 5.0  # for the other processes' writes
+_READER_LOCK_TIMEOUT_S = 0.1
 _LOG_EVERY_S = 60.0
 # The process, not the file, is at fault: the next read may succeed.
-_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_TRANSIENT_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class FileTier(DiskTier):
@@ -56,22 +56,22 @@ class FileTier(DiskTier):
         """
         require_int("max_bytes", max_bytes, 1)
         self._path = os.path.abspath(path)
-        self._limit = max_bytes - LEDGER_BYTES
+        self._budget = max_bytes - LEDGER_BYTES
         self._pid = os.getpid()
-        self._oldest: list[EntryFile] = []  # by the last scan, those to evict first at the end
-        self._recount_next = False
-        self._counting = threading.Lock()
+        self._eviction_order: list[EntryFile] = []  # by the last scan, those to evict first at the end
+        self._rescan_needed = False
+        self._stats_lock = threading.Lock()
         self._evictions = self._errors = 0
-        self._logged: dict[str, float] = {}
+        self._last_logged: dict[str, float] = {}
         self._closed = False
         self._lock = Lock(self._path, shared=shared)
         try:
             self._ledger = Ledger(self._path)
-            with self._ledger.locked(_PATIENCE_S) as locked:
+            with self._ledger.locked(_LOCK_TIMEOUT_S) as locked:
                 if not locked:
                     raise CacheLockedError(f"another process is writing to {self._path} and does not end")
-                self._recount()
-                self._make_room(0)
+                self._rescan()
+                self._evict_to_fit(0)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError):
@@ -88,19 +88,19 @@ class FileTier(DiskTier):
                 try:
                     entry = load(descriptor, status, key)
                 except EntryError as error:
-                    self._fault("damaged entry", path, error)
-                    self._discard(path, status)
+                    self._record_error("damaged entry", path, error)
+                    self._remove_damaged(path, status)
                     return None
                 touch(descriptor)
                 return entry
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._fault("failed read", path, error)
-            if error.errno not in _PASSING:
-                self._discard(path)
+            self._record_error("failed read", path, error)
+            if error.errno not in _TRANSIENT_ERRNOS:
+                self._remove_damaged(path)
         except (RuntimeError, MemoryError) as error:  # no room for the rows; Torch's is a RuntimeError
-            self._fault("failed read", path, error)
+            self._record_error("failed read", path, error)
         return None
 
     def put(self, key: bytes, entry: Entry) -> bool:
@@ -110,22 +110,24 @@ class FileTier(DiskTier):
         path = entry_path(self._path, key)
         try:
             parts = encode(key, entry)
-            if sum(map(len, parts)) > self._limit:
+            if sum(map(len, parts)) > self._budget:
                 return False
-            with self._ledger.locked(_PATIENCE_S) as locked:
+            with self._ledger.locked(_LOCK_TIMEOUT_S) as locked:
                 if locked:
                     self._store(path, key, *parts)
                 elif not self._closed:
-                    self._fault("failed write", path, TimeoutError(f"no turn in {_PATIENCE_S:.0f} s"))
+                    self._record_error(
+                        "failed write", path, TimeoutError(f"no turn in {_LOCK_TIMEOUT_S:.0f} s")
+                    )
                 return locked
         except (OSError, ValueError, RuntimeError, MemoryError) as error:
-            self._fault("failed write", path, error)
+            self._record_error("failed write", path, error)
             return False
 
     def stats(self) -> DiskStats:
         """See DiskTier. Entries and bytes are of all processes, evictions and errors of this tier."""
         entries, size = self._ledger.read()
-        with self._counting:
+        with self._stats_lock:
             return DiskStats(entries, size, self._evictions, self._errors)
 
     def close(self) -> None:
@@ -139,13 +141,13 @@ class FileTier(DiskTier):
 
     def _store(self, path: str, key: bytes, header: bytes, payload: memoryview) -> None:
         size = len(header) + len(payload)
-        if self._recount_next or not self._ledger.clean:
-            self._recount()
+        if self._rescan_needed or not self._ledger.clean:
+            self._rescan()
         self._ledger.mark_dirty()
-        if self._is_there(path, size):
+        if self._is_stored(path, size):
             touch(path)
             return
-        self._make_room(size)
+        self._evict_to_fit(size)
         temporary = temporary_path(self._path, key)
         try:
             write(temporary, header, payload)
@@ -157,7 +159,7 @@ class FileTier(DiskTier):
             raise
         self._ledger.add(1, size)
 
-    def _is_there(self, path: str, size: int) -> bool:
+    def _is_stored(self, path: str, size: int) -> bool:
         """Whether the entry need not be written. What else lies in its place goes."""
         try:
             status = os.lstat(path)
@@ -166,46 +168,46 @@ class FileTier(DiskTier):
         if stat.S_ISREG(status.st_mode) and status.st_size == size:
             return True
         remove(path)
-        self._recount()
+        self._rescan()
         return False
 
-    def _make_room(self, size: int) -> None:
+    def _evict_to_fit(self, size: int) -> None:
         """Evict until `size` more bytes are within the budget."""
-        recounts = 0
-        while self._ledger.bytes > max(self._limit - size, 0):
-            if not self._oldest:
-                self._recount()
-                recounts += 1
+        rescans = 0
+        while self._ledger.bytes > max(self._budget - size, 0):
+            if not self._eviction_order:
+                self._rescan()
+                rescans += 1
                 continue
-            file = self._oldest[-1]
+            file = self._eviction_order[-1]
             try:
                 status = os.lstat(file.path)
             except FileNotFoundError:  # another process evicted it, and told the ledger
-                self._oldest.pop()
+                self._eviction_order.pop()
                 continue
             # Used since the scan, so younger than all the scan saw that were not. Twice in a row is enough,
             # or readers who use everything all the time could keep this thread here.
-            if status.st_mtime_ns == file.used_ns or recounts >= 2:
+            if status.st_mtime_ns == file.used_ns or rescans >= 2:
                 remove(file.path)
                 self._ledger.add(-1, -status.st_size)
-                with self._counting:
+                with self._stats_lock:
                     self._evictions += 1
-            self._oldest.pop()
+            self._eviction_order.pop()
 
-    def _recount(self) -> None:
+    def _rescan(self) -> None:
         """Scan the directory, for what to evict first and for the ledger, and sweep it."""
-        self._recount_next = False
+        self._rescan_needed = False
         listing = scan(self._path)
         sweep(listing)
-        self._oldest = sorted(listing.entries, reverse=True)
-        self._ledger.entries = len(self._oldest)
-        self._ledger.bytes = sum(file.bytes for file in self._oldest)
+        self._eviction_order = sorted(listing.entries, reverse=True)
+        self._ledger.entries = len(self._eviction_order)
+        self._ledger.bytes = sum(file.bytes for file in self._eviction_order)
         self._ledger.clean = True
 
-    def _discard(self, path: str, read: os.stat_result | None = None) -> None:
+    def _remove_damaged(self, path: str, read: os.stat_result | None = None) -> None:
         """Remove a bad entry, unless another was put in its place since it was read."""
         try:
-            with self._ledger.locked(_READER_PATIENCE_S) as locked:
+            with self._ledger.locked(_READER_LOCK_TIMEOUT_S) as locked:
                 status = os.lstat(path)
                 if read is not None and (status.st_dev, status.st_ino) != (read.st_dev, read.st_ino):
                     return
@@ -214,21 +216,21 @@ class FileTier(DiskTier):
                     self._ledger.add(-1, -status.st_size)
                     self._ledger.clean = False  # it may have been counted with another size
                 else:
-                    self._recount_next = True
+                    self._rescan_needed = True
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._fault("failed removal", path, error)
+            self._record_error("failed removal", path, error)
 
-    def _fault(self, kind: str, path: str, error: Exception) -> None:
+    def _record_error(self, kind: str, path: str, error: Exception) -> None:
         """Count it, and log it unless one of its kind was logged within the last minute."""
         now = time.monotonic()
-        with self._counting:
+        with self._stats_lock:
             self._errors += 1
             count = self._errors
-            if now - self._logged.get(kind, -_LOG_EVERY_S) < _LOG_EVERY_S:
+            if now - self._last_logged.get(kind, -_LOG_EVERY_S) < _LOG_EVERY_S:
                 return
-            self._logged[kind] = now
+            self._last_logged[kind] = now
         logger.warning(
             "cache: %s, %s: %s (%d errors so far; others of this kind are not logged for %.0f s)",
             kind,

@@ -172,7 +172,7 @@ def test_no_file_stays_open_and_memory_keeps_no_key(tier: FileTier) -> None:
     for number in range(40):
         tier.get(key(number))
     assert len(os.listdir("/proc/self/fd")) == before
-    assert len(tier._oldest) == 0  # the last scan's
+    assert len(tier._eviction_order) == 0  # the last scan's
 
 
 def test_many_entries_are_found_again(path: Path) -> None:
@@ -462,7 +462,7 @@ def test_a_writer_that_does_not_end_delays_the_others_and_no_more(
 ) -> None:
     tier = FileTier(path, BUDGET, shared=True)
     put(tier, 0)
-    monkeypatch.setattr("mm_encoder.cache.files._PATIENCE_S", 0.05)
+    monkeypatch.setattr("mm_encoder.cache.files._LOCK_TIMEOUT_S", 0.05)
     with (path / directory.LEDGER).open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX)
         assert not tier.put(key(1), entry(key(1)))

@@ -277,7 +277,7 @@ def share_as(path: str, aside: str, result: str, seed: int, for_ever: bool) -> N
     """One of the four. Behind each of its writes it weighs the directory, which only it may change then."""
     chance = random.Random(seed)
     found: dict[str, Any] = {"wrong": [], "hits": 0, "beside another": 0, "most bytes": 0}
-    write, make_room = os.write, FileTier._make_room
+    write, evict_to_fit = os.write, FileTier._evict_to_fit
     alone = os.open(os.path.join(aside, "alone"), os.O_RDWR | os.O_CREAT)
 
     def watched(descriptor: int, data: memoryview) -> int:
@@ -285,16 +285,16 @@ def share_as(path: str, aside: str, result: str, seed: int, for_ever: bool) -> N
         found["most bytes"] = max(found["most bytes"], bytes_in(path))
         return count
 
-    def watched_room(tier: FileTier, size: int) -> None:
+    def watched_eviction(tier: FileTier, size: int) -> None:
         try:
             fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             found["beside another"] += 1
-        make_room(tier, size)
+        evict_to_fit(tier, size)
         fcntl.flock(alone, fcntl.LOCK_UN)
 
     os.write = watched  # type: ignore[assignment]
-    FileTier._make_room = watched_room  # type: ignore[method-assign, assignment]
+    FileTier._evict_to_fit = watched_eviction  # type: ignore[method-assign, assignment]
     tier = FileTier(path, SHARED_BUDGET, shared=True)
     rounds = 0
     while for_ever or rounds < 200:
