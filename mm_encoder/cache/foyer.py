@@ -29,7 +29,7 @@ from filelock import FileLock
 from ..errors import CacheError
 from . import codec
 from .entry import DiskStats, DiskTier, Entry
-from .regions import REGION, check_descriptors, locked, prepare, regions_of
+from .regions import REGION_BYTES, acquire_lock, allocate, check_descriptors, region_count
 
 logger = logging.getLogger("mm_encoder")
 
@@ -55,14 +55,16 @@ class FoyerTier(DiskTier):
 
     def __init__(self, path: str | Path, max_bytes: int) -> None:
         hybrid_cache = _import_foyer()
-        self._regions = regions_of(max_bytes)
+        self._regions = region_count(max_bytes)
         path = Path(path)
         check_descriptors(self._regions)
-        lock = locked(path)
+        lock = acquire_lock(path)
         try:
-            self._generation = prepare(path, self._regions)
+            self._generation = allocate(path, self._regions)
             with _translated():
-                cache = hybrid_cache(str(path), memory_capacity=0, storage_capacity=self._regions * REGION)
+                cache = hybrid_cache(
+                    str(path), memory_capacity=0, storage_capacity=self._regions * REGION_BYTES
+                )
         except Exception as error:
             lock.release()
             if isinstance(error, CacheError):
@@ -122,7 +124,7 @@ class FoyerTier(DiskTier):
         foyer has written over them since; not those it found. `bytes`: the region files. `evictions`: entries
         that were found to lack a record.
         """
-        return DiskStats(self._kept, self._regions * REGION, self._lost, self._errors)
+        return DiskStats(self._kept, self._regions * REGION_BYTES, self._lost, self._errors)
 
     def close(self) -> None:
         """Close foyer, for which it has seconds, and give the directory free. All that was put is on disk."""

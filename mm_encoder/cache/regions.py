@@ -17,24 +17,24 @@ _FORMAT = f"1.{codec.FORMAT}"
 # Other names than the files backend has: neither takes the other's directory for its own. The stamp is an
 # empty file, whose name says format, number of regions and generation; the budget has no room for more.
 LOCK, _STAMP = "mm-encoder-foyer.lock", "mm-encoder-foyer"
-_STAMPED = re.compile(rf"{_STAMP}-[0-9a-f.-]+")
-_REGIONS = re.compile("foyer-storage-direct-fs-[0-9]{8}")
-_OURS = re.compile("|".join((re.escape(LOCK), _STAMPED.pattern, _REGIONS.pattern)))
+_STAMP_NAME = re.compile(rf"{_STAMP}-[0-9a-f.-]+")
+_REGION_NAME = re.compile("foyer-storage-direct-fs-[0-9]{8}")
+_KNOWN_NAME = re.compile("|".join((re.escape(LOCK), _STAMP_NAME.pattern, _REGION_NAME.pattern)))
 
 
-REGION = 16 * 1024**2
+REGION_BYTES = 16 * 1024**2
 """Bytes of one of foyer's regions, and of its file."""
 _MIN_REGIONS = 4  # with fewer foyer's close() hangs
 _SPARE_DESCRIPTORS = 64
 
 
-def regions_of(max_bytes: int) -> int:
+def region_count(max_bytes: int) -> int:
     """How many regions a budget has room for. Raises CacheError where they are too few."""
-    regions = require_int("max_bytes", max_bytes, 0) // REGION
+    regions = require_int("max_bytes", max_bytes, 0) // REGION_BYTES
     if regions < _MIN_REGIONS:
         raise CacheError(
-            f"the foyer backend needs at least {_MIN_REGIONS * REGION} bytes (64 MiB) of disk; "
-            f"got {max_bytes}, rounded down to a multiple of 16 MiB {regions * REGION}"
+            f"the foyer backend needs at least {_MIN_REGIONS * REGION_BYTES} bytes (64 MiB) of disk; "
+            f"got {max_bytes}, rounded down to a multiple of 16 MiB {regions * REGION_BYTES}"
         )
     return regions
 
@@ -50,13 +50,13 @@ def check_descriptors(regions: int) -> None:
         )
 
 
-def locked(path: Path) -> FileLock:
+def acquire_lock(path: Path) -> FileLock:
     """The lock of a directory, which is made if need be, held. Raises CacheError, CacheLockedError."""
     # Not of one thread: the one that closes it is another.
     lock = FileLock(path / LOCK, thread_local=False)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_ours(path)
+        _require_cache(path)
         lock.acquire(blocking=False)
     except Timeout as error:
         raise CacheLockedError(
@@ -67,16 +67,16 @@ def locked(path: Path) -> FileLock:
     return lock
 
 
-def _require_ours(path: Path) -> None:
-    strangers = sorted(name for name in os.listdir(path) if not _OURS.fullmatch(name))
-    if strangers:
+def _require_cache(path: Path) -> None:
+    foreign = sorted(name for name in os.listdir(path) if not _KNOWN_NAME.fullmatch(name))
+    if foreign:
         raise CacheError(
-            f"{path} must be empty or a foyer cache of this library; it holds {', '.join(strangers[:3])}"
-            + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
+            f"{path} must be empty or a foyer cache of this library; it holds {', '.join(foreign[:3])}"
+            + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         )
 
 
-def prepare(path: Path, regions: int) -> bytes:
+def allocate(path: Path, regions: int) -> bytes:
     """Wipe what is of another capacity or format, and allocate every region; the generation, which every
     record's name begins with.
     """
@@ -93,14 +93,14 @@ def prepare(path: Path, regions: int) -> bytes:
         for name in sorted(files):
             descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
-                os.posix_fallocate(descriptor, 0, REGION)
+                os.posix_fallocate(descriptor, 0, REGION_BYTES)
             finally:
                 os.close(descriptor)
         (path / stamp).touch()
     except OSError as error:
         # Half a cache would only keep the disk full.
         _wipe(path, files | {stamp})
-        raise CacheError(f"no {regions * REGION} bytes can be allocated in {path}: {error}") from error
+        raise CacheError(f"no {regions * REGION_BYTES} bytes can be allocated in {path}: {error}") from error
     return stamp.removeprefix(prefix).encode()
 
 
@@ -112,15 +112,15 @@ def _wipe(path: Path, names: set[str]) -> None:
 # --- for `mm-encoder cache` --------------------------------------------------------------------------
 
 
-def is_foyers(directory: Path) -> bool:
+def is_foyer_directory(directory: Path) -> bool:
     """Whether a directory is one of this backend."""
     try:
-        return any(name == LOCK or _STAMPED.fullmatch(name) for name in os.listdir(directory))
+        return any(name == LOCK or _STAMP_NAME.fullmatch(name) for name in os.listdir(directory))
     except OSError:
         return False
 
 
-def weight(directory: Path) -> int:
+def allocated_bytes(directory: Path) -> int:
     """The bytes that it takes, which is also its budget."""
     return sum(file.stat(follow_symlinks=False).st_size for file in _files(directory))
 
@@ -144,5 +144,5 @@ def _files(directory: Path) -> list[os.DirEntry[str]]:
     """The files that make up the cache, stamps first."""
     with os.scandir(directory) as files:
         found = [file for file in files if file.is_file(follow_symlinks=False)]
-    stamps = [file for file in found if _STAMPED.fullmatch(file.name)]
-    return stamps + [file for file in found if _REGIONS.fullmatch(file.name)]
+    stamps = [file for file in found if _STAMP_NAME.fullmatch(file.name)]
+    return stamps + [file for file in found if _REGION_NAME.fullmatch(file.name)]

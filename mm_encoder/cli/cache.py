@@ -138,7 +138,7 @@ def _files_facts(directory: Path) -> list[tuple[str, str]]:
 
 def _is_foyer(directory: Path) -> bool:
     """Whether a directory is of the foyer backend. Raises CacheError for what is no cache's directory."""
-    if regions.is_foyers(directory) and not (directory / LOCK).exists():
+    if regions.is_foyer_directory(directory) and not (directory / LOCK).exists():
         return True
     require_cache(os.fspath(directory))
     return False
@@ -148,6 +148,6 @@ def _foyer_facts(directory: Path) -> list[tuple[str, str]]:
     return [
         ("backend", "foyer"),
         ("entries", "not known: foyer keeps no list of them"),
-        ("bytes", bytes_of(regions.weight(directory))),
+        ("bytes", bytes_of(regions.allocated_bytes(directory))),
         ("budget", "the same: all of it is allocated when the directory is opened"),
     ]
