@@ -631,7 +631,7 @@ def never(cache: Fake, name: bytes) -> bool:
 def test_after_three_unconfirmed_puts_it_is_disabled(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(foyer, "_CONFIRM_SECONDS", 0.01)
+    monkeypatch.setattr(foyer, "_CONFIRM_TIMEOUT_S", 0.01)
     fake(contains=never)
     tier = opened()
     for count in (1, 2, 3):
@@ -658,7 +658,7 @@ def test_after_three_unconfirmed_puts_it_is_disabled(
 def test_failures_that_are_not_in_a_row_disable_nothing(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foyer, "_CONFIRM_SECONDS", 0.01)
+    monkeypatch.setattr(foyer, "_CONFIRM_TIMEOUT_S", 0.01)
     fails = True
     fake(contains=lambda cache, name: not fails and name in cache.records)
     tier = opened()
@@ -671,7 +671,7 @@ def test_failures_that_are_not_in_a_row_disable_nothing(
 def test_a_chunk_that_is_not_confirmed_leaves_no_manifest(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foyer, "_CONFIRM_SECONDS", 0.01)
+    monkeypatch.setattr(foyer, "_CONFIRM_TIMEOUT_S", 0.01)
     fake(insert=lambda cache, name, value: Fake.insert(cache, name, value) if len(value) < CHUNK else None)
     tier = opened()
     assert not tier.put(key("a"), entry(CHUNK + 100))
@@ -681,7 +681,7 @@ def test_a_chunk_that_is_not_confirmed_leaves_no_manifest(
 def test_a_close_that_hangs_is_given_up(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(foyer, "_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(foyer, "_CLOSE_TIMEOUT_S", 0.01)
     opens = threading.Event()
     fake(close=lambda cache: opens.wait())
     tier = opened()
@@ -702,7 +702,7 @@ def test_a_close_that_hangs_is_given_up(
 def test_close_ends_the_wait_for_confirmation(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foyer, "_CONFIRM_SECONDS", 1000.0)
+    monkeypatch.setattr(foyer, "_CONFIRM_TIMEOUT_S", 1000.0)
     waits = threading.Event()
 
     def contains(cache: Fake, name: bytes) -> bool:
@@ -726,7 +726,7 @@ def test_close_ends_the_wait_for_confirmation(
 def test_a_get_that_hangs_does_not_hold_up_close(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foyer, "_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(foyer, "_CLOSE_TIMEOUT_S", 0.01)
     hangs, opens = threading.Event(), threading.Event()
 
     def get(cache: Fake, name: bytes) -> bytes | None:
@@ -969,7 +969,7 @@ def test_the_interpreter_exits_although_foyer_does_not_close(tmp_path: Path) -> 
     program = """
 import foyer, types
 import mm_encoder.cache.foyer as tiers
-tiers._CLOSE_SECONDS = 0.05
+tiers._CLOSE_TIMEOUT_S = 0.05
 
 class Hangs:
     def __init__(self, *arguments, **settings):
