@@ -32,13 +32,13 @@ HEAD_BYTES: int = _HEAD.size
 
 _CHECKSUM_BYTES = 16
 _ALIGNMENT = 64
-_MAX_JSON = 1024**2  # a length beyond it is not read at all
+_MAX_JSON_BYTES = 1024**2  # a length beyond it is not read at all
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 # Who serves an entry says where it came from, and times are those of another request.
-_NOT_KEPT = {"cache", "timings"}
-_KEPT = tuple(field.name for field in fields(ImageMetadata) if field.name not in _NOT_KEPT)
+_PER_REQUEST_FIELDS = {"cache", "timings"}
+_STORED_FIELDS = tuple(field.name for field in fields(ImageMetadata) if field.name not in _PER_REQUEST_FIELDS)
 
 
 class EntryError(Exception):
@@ -65,42 +65,53 @@ def encode(key: bytes, entry: Entry) -> tuple[bytes, memoryview]:
     rows = entry.rows
     if len(key) != 32:
         raise ValueError(f"a key is 32 bytes, got {len(key)}")
-    if rows.dtype not in _NAMES or rows.ndim != 2 or rows.device.type != "cpu" or not rows.is_contiguous():
+    if (
+        rows.dtype not in _DTYPE_NAMES
+        or rows.ndim != 2
+        or rows.device.type != "cpu"
+        or not rows.is_contiguous()
+    ):
         raise ValueError(
             f"rows must be contiguous [length, width] on the CPU in {', '.join(_DTYPES)}; got "
             f"{tuple(rows.shape)} {rows.dtype} on {rows.device}, strides {rows.stride()}"
         )
     payload = payload_view(rows).toreadonly()
-    described = {
-        "dtype": _NAMES[rows.dtype],
+    description = {
+        "dtype": _DTYPE_NAMES[rows.dtype],
         "shape": list(rows.shape),
-        "metadata": {name: getattr(entry.metadata, name) for name in _KEPT},
+        "metadata": {name: getattr(entry.metadata, name) for name in _STORED_FIELDS},
     }
     try:
-        text = json.dumps(described, separators=(",", ":")).encode()
+        json_text = json.dumps(description, separators=(",", ":")).encode()
     except TypeError as error:
         raise ValueError(f"metadata must be plain values: {error}") from error
-    text += b" " * (-(HEAD_BYTES + len(text)) % _ALIGNMENT)
-    if len(text) > _MAX_JSON:
-        raise ValueError(f"metadata takes {len(text)} bytes as JSON, more than {_MAX_JSON}")
-    unsigned = _HEAD.pack(
-        _MAGIC, FORMAT, len(text), len(payload), key, xxhash.xxh3_128_digest(payload), bytes(_CHECKSUM_BYTES)
+    json_text += b" " * (-(HEAD_BYTES + len(json_text)) % _ALIGNMENT)
+    if len(json_text) > _MAX_JSON_BYTES:
+        raise ValueError(f"metadata takes {len(json_text)} bytes as JSON, more than {_MAX_JSON_BYTES}")
+    head_fields = _HEAD.pack(
+        _MAGIC,
+        FORMAT,
+        len(json_text),
+        len(payload),
+        key,
+        xxhash.xxh3_128_digest(payload),
+        bytes(_CHECKSUM_BYTES),
     )[:-_CHECKSUM_BYTES]
-    return unsigned + _header_checksum(unsigned, text) + text, payload
+    return head_fields + _header_checksum(head_fields, json_text) + json_text, payload
 
 
 def header_length(head: bytes | memoryview) -> int:
     """Bytes of the whole header, by the first HEAD_BYTES of an entry. Raises EntryError."""
     if len(head) < HEAD_BYTES:
         raise EntryError(f"{len(head)} bytes, but a head has {HEAD_BYTES}")
-    magic, number, text_bytes = _HEAD.unpack_from(head)[:3]
+    magic, format_number, json_length = _HEAD.unpack_from(head)[:3]
     if magic != _MAGIC:
         raise EntryError("it does not begin as an entry does")
-    if number != FORMAT:
-        raise EntryError(f"format {number}, but this version reads format {FORMAT}")
-    if text_bytes > _MAX_JSON:
-        raise EntryError(f"{text_bytes} bytes of JSON, more than {_MAX_JSON}")
-    return HEAD_BYTES + int(text_bytes)
+    if format_number != FORMAT:
+        raise EntryError(f"format {format_number}, but this version reads format {FORMAT}")
+    if json_length > _MAX_JSON_BYTES:
+        raise EntryError(f"{json_length} bytes of JSON, more than {_MAX_JSON_BYTES}")
+    return HEAD_BYTES + int(json_length)
 
 
 def read_header(data: bytes | memoryview) -> Header:
@@ -112,13 +123,13 @@ def read_header(data: bytes | memoryview) -> Header:
     if len(data) < length:
         raise EntryError(f"{len(data)} bytes, but the header has {length}")
     _, _, _, payload_bytes, key, payload_checksum, checksum = _HEAD.unpack_from(data)
-    text = bytes(data[HEAD_BYTES:length])
-    if _header_checksum(bytes(data[: HEAD_BYTES - _CHECKSUM_BYTES]), text) != checksum:
+    json_text = bytes(data[HEAD_BYTES:length])
+    if _header_checksum(bytes(data[: HEAD_BYTES - _CHECKSUM_BYTES]), json_text) != checksum:
         raise EntryError("the header's checksum differs")
-    dtype, shape, metadata = _described(text)
-    wanted = shape[0] * shape[1] * dtype.itemsize
-    if payload_bytes != wanted:
-        raise EntryError(f"{payload_bytes} bytes of rows, but {shape} {dtype} takes {wanted}")
+    dtype, shape, metadata = _parse_json(json_text)
+    expected = shape[0] * shape[1] * dtype.itemsize
+    if payload_bytes != expected:
+        raise EntryError(f"{payload_bytes} bytes of rows, but {shape} {dtype} takes {expected}")
     return Header(key, dtype, shape, metadata, payload_bytes, payload_checksum, length)
 
 
@@ -143,47 +154,47 @@ def check(header: Header, key: bytes, rows: torch.Tensor) -> None:
         raise EntryError("the rows' checksum differs")
 
 
-def _header_checksum(unsigned: bytes, text: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(unsigned + text)
+def _header_checksum(head_fields: bytes, json_text: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(head_fields + json_text)
 
 
-def _described(text: bytes) -> tuple[torch.dtype, tuple[int, int], ImageMetadata]:
+def _parse_json(json_text: bytes) -> tuple[torch.dtype, tuple[int, int], ImageMetadata]:
     """What the JSON says. The checksum held, so what is wrong here was written so."""
     try:
-        found = json.loads(text)
-        dtype, shape, kept = found["dtype"], _frozen(found["shape"]), found["metadata"]
+        parsed = json.loads(json_text)
+        dtype, shape, stored = parsed["dtype"], _to_tuples(parsed["shape"]), parsed["metadata"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EntryError(f"its JSON cannot be read: {type(error).__name__}") from error
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise EntryError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
-    if not _are_ints(shape, 2) or not all(0 <= side < 2**31 for side in shape):
+    if not _is_int_tuple(shape, 2) or not all(0 <= side < 2**31 for side in shape):
         raise EntryError(f"shape {shape!r} is not a length and a width")
-    return _DTYPES[dtype], shape, _metadata(kept)
+    return _DTYPES[dtype], shape, _parse_metadata(stored)
 
 
-def _metadata(kept: Any) -> ImageMetadata:
-    if not isinstance(kept, dict) or kept.keys() != set(_KEPT):
-        raise EntryError(f"its metadata does not have the fields {', '.join(_KEPT)}")
-    metadata = ImageMetadata(**{name: _frozen(value) for name, value in kept.items()})
-    right = (
+def _parse_metadata(stored: Any) -> ImageMetadata:
+    if not isinstance(stored, dict) or stored.keys() != set(_STORED_FIELDS):
+        raise EntryError(f"its metadata does not have the fields {', '.join(_STORED_FIELDS)}")
+    metadata = ImageMetadata(**{name: _to_tuples(value) for name, value in stored.items()})
+    valid = (
         all(isinstance(getattr(metadata, name), str) for name in ("model", "mm_hash", "dtype", "device"))
         and type(metadata.length) is int
-        and all(_are_ints(getattr(metadata, name)) for name in ("shape", "strides", "embedding_offsets"))
+        and all(_is_int_tuple(getattr(metadata, name)) for name in ("shape", "strides", "embedding_offsets"))
         and isinstance(metadata.grid_thws, tuple)
-        and all(_are_ints(grid, 3) for grid in metadata.grid_thws)
-        and _are_ints(metadata.original_size, 2)
+        and all(_is_int_tuple(grid, 3) for grid in metadata.grid_thws)
+        and _is_int_tuple(metadata.original_size, 2)
     )
-    if not right:
+    if not valid:
         raise EntryError("a field of its metadata is of the wrong type")
     return metadata
 
 
-def _frozen(value: Any) -> Any:
+def _to_tuples(value: Any) -> Any:
     """JSON's lists are the tuples they were."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
-def _are_ints(value: Any, count: int | None = None) -> bool:
+def _is_int_tuple(value: Any, count: int | None = None) -> bool:
     return (
         isinstance(value, tuple)
         and all(type(item) is int for item in value)
