@@ -12,26 +12,20 @@ order nor what was read lately survives a restart, and each start that writes co
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock
 
 from ..errors import CacheError
 from . import codec
 from .entry import DiskStats, DiskTier, Entry
+from .foyer_handle import HandleClosed, OpenHandle, log, translate_panics
 from .regions import REGION_BYTES, acquire_lock, allocate, check_descriptors, region_count
-
-logger = logging.getLogger("mm_encoder")
 
 _CHUNK_BYTES = 4_150_000  # four to a region, with foyer's own headers
 _CHUNKS_PER_BATCH = 3  # foyer's queue holds 16 MiB, and drops the rest
@@ -39,7 +33,6 @@ _NONCE_BYTES = 16
 _MAX_MANIFESTS = 8  # manifests that one key may have; all but the newest are broken
 _SHARDS = 8  # each keeps one entry in memory, however small the capacity
 _CONFIRM_TIMEOUT_S = 5.0
-_CLOSE_TIMEOUT_S = 5.0
 _LOG_EVERY_S = 60.0
 _MAX_FAILURES = 3
 
@@ -61,7 +54,7 @@ class FoyerTier(DiskTier):
         lock = acquire_lock(path)
         try:
             self._generation = allocate(path, self._regions)
-            with _translate_panics():
+            with translate_panics():
                 cache = hybrid_cache(
                     str(path), memory_capacity=0, storage_capacity=self._regions * REGION_BYTES
                 )
@@ -70,7 +63,7 @@ class FoyerTier(DiskTier):
             if isinstance(error, CacheError):
                 raise
             raise CacheError(f"the cache cannot be opened in {path}: {error}") from error
-        self._handle = _OpenHandle(cache, lock)
+        self._handle = OpenHandle(cache, lock)
         # Closes it when the tier is dropped, and at interpreter exit.
         self._close = weakref.finalize(self, self._handle.close)
         self._max_chunks = (self._regions - 2) * 4  # foyer keeps a region clean, and writes in another
@@ -93,7 +86,7 @@ class FoyerTier(DiskTier):
                 # Until it is confirmed, only this keeps it from being taken for confirmed: a get would make
                 # it one of the entries in memory, which `contains` does not tell from those on disk.
                 return None if key == self._unconfirmed_key else self._read(cache, key)
-        except _HandleClosed:
+        except HandleClosed:
             return None
         except Exception as error:
             self._record_error("an entry cannot be read", error)
@@ -106,7 +99,7 @@ class FoyerTier(DiskTier):
                 written = self._read(cache, key) is not None or self._write(cache, key, entry)
             self._failures = 0
             return written
-        except _HandleClosed:
+        except HandleClosed:
             return False
         except ValueError as error:  # the entry is at fault, not foyer
             self._record_error("an entry cannot be kept", error)
@@ -115,7 +108,7 @@ class FoyerTier(DiskTier):
             self._record_error("an entry was dropped", error)
             self._failures += 1
         if self._failures == _MAX_FAILURES:
-            _log(logging.ERROR, f"{_MAX_FAILURES} puts in a row failed; it is disabled")
+            log(logging.ERROR, f"{_MAX_FAILURES} puts in a row failed; it is disabled")
             self.close()
         return False
 
@@ -226,96 +219,11 @@ class FoyerTier(DiskTier):
             if now - last < _LOG_EVERY_S:
                 return
             self._last_logged[what] = now
-        _log(logging.WARNING, f"{what}: {error} ({count} errors so far)", error)
-
-
-class _HandleClosed(Exception):
-    """It is closed, or belongs to the parent process."""
+        log(logging.WARNING, f"{what}: {error} ({count} errors so far)", error)
 
 
 class _RecordMissing(Exception):
     """foyer does not have a record any more."""
-
-
-class _FoyerPanic(Exception):
-    """foyer panicked."""
-
-
-class _OpenHandle:
-    """foyer's handle and the directory's lock. It knows no tier, so that it can close when that is gone."""
-
-    def __init__(self, cache: Any, lock: FileLock) -> None:
-        self._cache = cache
-        self._lock = lock
-        self._pid = os.getpid()
-        self._condition = threading.Condition()
-        self._active_calls = 0
-        self.closing = False
-
-    @contextlib.contextmanager
-    def use(self) -> Iterator[Any]:
-        """The handle, which stays open meanwhile. Raises _HandleClosed."""
-        # In a forked child every call on the parent's handle hangs, and the lock here may never be free.
-        if os.getpid() != self._pid:
-            raise _HandleClosed
-        with self._condition:
-            if self.closing:
-                raise _HandleClosed
-            self._active_calls += 1
-        try:
-            with _translate_panics():
-                yield self._cache
-        finally:
-            with self._condition:
-                self._active_calls -= 1
-                self._condition.notify_all()
-
-    def close(self) -> None:
-        if os.getpid() != self._pid:
-            # Even the handle's destructor hangs in a forked child: one reference too many, and it never runs.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
-            return
-        with self._condition:
-            self.closing = True
-            idle = self._condition.wait_for(lambda: not self._active_calls, _CLOSE_TIMEOUT_S)
-        thread = threading.Thread(target=self._close_cache, name="mm-encoder-foyer-close", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            # The interpreter is exiting and starts no thread. All entries are on disk; the process's end
-            # closes the rest, if only no destructor is run that may hang.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
-            return
-        thread.join(_CLOSE_TIMEOUT_S)
-        if not idle or thread.is_alive():
-            _log(logging.ERROR, "it does not close; its directory stays locked until it does")
-
-    def _close_cache(self) -> None:
-        # The last reference is this one, so that a destructor that hangs is out of everybody's way too.
-        cache, self._cache = self._cache, None
-        try:
-            with _translate_panics():
-                cache.close()
-        except Exception as error:
-            _log(logging.WARNING, f"close failed: {error}", error)
-        del cache
-        self._lock.release()
-
-
-@contextlib.contextmanager
-def _translate_panics() -> Iterator[None]:
-    """foyer's panics are no Exception, and their class can be had by its name only."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise _FoyerPanic(f"foyer panicked: {error}") from error
-
-
-def _log(level: int, message: str, error: Exception | None = None) -> None:
-    fields = {"mm_event": "cache_error"} | ({"mm_error": type(error).__name__} if error else {})
-    logger.log(level, "cache, foyer: %s", message, extra=fields)
 
 
 def _read_record(cache: Any, name: bytes) -> bytes:

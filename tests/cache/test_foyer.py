@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from mm_encoder.cache import foyer
+from mm_encoder.cache import foyer, foyer_handle
 from mm_encoder.cache.entry import DiskStats, Entry
 from mm_encoder.cache.files import FileTier
 from mm_encoder.cache.foyer import FoyerTier
@@ -681,7 +681,7 @@ def test_a_chunk_that_is_not_confirmed_leaves_no_manifest(
 def test_a_close_that_hangs_is_given_up(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(foyer, "_CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(foyer_handle, "_CLOSE_TIMEOUT_S", 0.01)
     opens = threading.Event()
     fake(close=lambda cache: opens.wait())
     tier = opened()
@@ -726,7 +726,7 @@ def test_close_ends_the_wait_for_confirmation(
 def test_a_get_that_hangs_does_not_hold_up_close(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foyer, "_CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(foyer_handle, "_CLOSE_TIMEOUT_S", 0.01)
     hangs, opens = threading.Event(), threading.Event()
 
     def get(cache: Fake, name: bytes) -> bytes | None:
@@ -968,8 +968,8 @@ print("end")
 def test_the_interpreter_exits_although_foyer_does_not_close(tmp_path: Path) -> None:
     program = """
 import foyer, types
-import mm_encoder.cache.foyer as tiers
-tiers._CLOSE_TIMEOUT_S = 0.05
+import mm_encoder.cache.foyer_handle as handles
+handles._CLOSE_TIMEOUT_S = 0.05
 
 class Hangs:
     def __init__(self, *arguments, **settings):
