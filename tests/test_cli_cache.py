@@ -473,7 +473,7 @@ def test_verify_names_every_damaged_file_and_its_reason(directory: Path) -> None
         names[1]: "it is the entry of",
         names[2]: "not a regular file",
         names[3]: "not a regular file",
-        names[4]: "does not begin as an entry does",
+        names[4]: "does not start with the magic of an entry",
         names[5]: "bytes, but its header and rows take",
         second: "bytes, but its header and rows take",
         first: "checksum differs",

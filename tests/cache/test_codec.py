@@ -263,7 +263,7 @@ def test_shapes_that_are_none(shape: Any, reason: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "torch.bfloat16", "", None, ["bfloat16"], 1])
 def test_dtypes_that_are_none(dtype: Any) -> None:
-    with pytest.raises(EntryError, match=r"is none of float32, bfloat16, float16$"):
+    with pytest.raises(EntryError, match=r"is not one of float32, bfloat16, float16$"):
         read(forged(good_json() | {"dtype": dtype}))
 
 
@@ -324,7 +324,7 @@ def test_metadata_has_the_fields_of_its_format(changed: dict[str, Any]) -> None:
 def test_metadata_of_the_wrong_type(name: str, value: Any) -> None:
     described = good_json()
     described["metadata"][name] = value
-    with pytest.raises(EntryError, match="a field of its metadata is of the wrong type"):
+    with pytest.raises(EntryError, match="a field of its metadata has the wrong type"):
         read(forged(described))
 
 
