@@ -537,7 +537,7 @@ def test_what_is_no_cache_is_refused_and_left_as_it_is(
     done = call("cache", command, path)
     assert (done.exit_code, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"mm-encoder: {path} is no cache's directory: ")
+    assert line.startswith(f"mm-encoder: {path} is not an mm-encoder cache: ")
     assert line.isprintable()
     assert state(tmp_path) == before
 
@@ -644,5 +644,5 @@ def test_encode_takes_no_foyer_directory(
         "encode", glm53_checkpoint, image, "--out", out, "--device", "cpu", "--cache", foyer_directory
     )
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "no cache's directory" in done.stderr
+    assert "is not an mm-encoder cache" in done.stderr
     assert sorted(path.name for path in foyer_directory.iterdir()) == before

@@ -1,8 +1,8 @@
-"""Who may open the files backend's directory, who may change it, and what it weighs.
+"""Advisory locks of the files backend's directory, and the ledger of its entries and bytes.
 
-The locks are flock's. It has shared ones, each open is an owner of its own, even in one process, the system
-lets go of them when a process dies, and a forked child that closes its copy takes nothing from its parent. A
-child closes it at once, as the lock would outlive the parent with it.
+The locks use flock: it can be shared, every open() is a separate owner even within a process, the kernel
+releases it when a process dies, and a forked child that closes its copy does not unlock its parent. A child
+closes its copy at once, because the lock would otherwise outlive the parent.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from typing import Any
 from ..errors import CacheError, CacheLockedError
 from .directory import LEDGER, LOCK, require_cache
 
-_RECORD = struct.Struct("<QQQ")  # entries, bytes, 1 while they are being changed
+_RECORD = struct.Struct("<QQQ")  # entries, bytes, dirty flag
 LEDGER_BYTES = _RECORD.size
-"""What the ledger's own file takes; the lock's is empty."""
+"""Size of the ledger's file; the lock file is empty."""
 
 
 class Lock:
-    """A lock on a directory, until `release` or until nobody refers to it."""
+    """A lock on a directory, held until `release` is called or the object is collected."""
 
     def __init__(self, path: str, *, shared: bool) -> None:
-        """Make the directory if need be and lock it. Raises CacheError."""
+        """Create the directory if it is missing and lock it without waiting. Raises CacheError."""
         _ensure_directory(path)
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
             descriptor = _open_file(path, LOCK)
         except OSError as error:
-            raise CacheError(f"the cache's directory {path} is not writable: {error.strerror}") from error
+            raise CacheError(f"the cache directory {path} is not writable: {error.strerror}") from error
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
             if isinstance(error, BlockingIOError):
                 raise CacheLockedError(
-                    f"the cache's directory {path} is in use by another encoder; it belongs to one at a "
-                    "time, or to several that all open it with shared=True"
+                    f"the cache directory {path} is in use by another encoder; use another directory, "
+                    "or open it with shared=True in all of them"
                 ) from None
-            raise CacheError(f"the cache's directory {path} cannot be locked: {error.strerror}") from error
+            raise CacheError(f"the cache directory {path} cannot be locked: {error.strerror}") from error
         self.release = _make_closer(self, descriptor)
 
 
@@ -54,11 +54,11 @@ def _ensure_directory(path: str) -> None:
         os.makedirs(path, mode=0o700, exist_ok=True)
         names = sorted(os.listdir(path))
     except OSError as error:
-        raise CacheError(f"{path} cannot be a cache's directory: {error.strerror}") from error
+        raise CacheError(f"{path} cannot be used as a cache directory: {error.strerror}") from error
     if names:
         require_cache(path, names)
     if not os.access(path, os.W_OK | os.X_OK):
-        raise CacheError(f"the cache's directory {path} is not writable")
+        raise CacheError(f"the cache directory {path} is not writable")
 
 
 def _open_file(path: str, name: str) -> int:
@@ -67,29 +67,29 @@ def _open_file(path: str, name: str) -> int:
 
 
 def _make_closer(owner: object, descriptor: int) -> weakref.finalize[..., Any]:
-    """What closes the descriptor: when it is called, when nobody refers to the owner, in a forked child."""
+    """Return what closes the descriptor: when called, when `owner` is collected, or in a forked child."""
     close = weakref.finalize(owner, _unlock_and_close, descriptor, os.getpid())
-    close.atexit = False  # the system does it then, and a thread may still be at work
+    close.atexit = False  # the kernel does it then, and a thread may still be writing
     os.register_at_fork(after_in_child=close)
     return close
 
 
 def _unlock_and_close(descriptor: int, owner: int) -> None:
-    # Unlocked by name, as a child that was forked outside Python may have a copy; never by a child.
+    # LOCK_UN, as a child forked outside Python may hold a copy of the descriptor; a child never unlocks.
     if os.getpid() == owner:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 class Ledger:
-    """How many entries and bytes a directory has, in a file of its own.
+    """A directory's numbers of entries and bytes with a dirty flag, stored in a file.
 
-    They may be read at any time, and changed by who holds the lock: one thread of one process. Who is killed
-    while holding it leaves them unsettled, and who comes next counts anew.
+    Anyone may read them at any time; only the holder of the lock, a thread of one process, changes them. A
+    process killed while files change leaves the dirty flag set; the next holder rescans the directory.
     """
 
     def __init__(self, path: str) -> None:
-        """Open it. Raises OSError."""
+        """Open the ledger's file, created if it is missing. Raises OSError."""
         self._path = os.path.join(path, LEDGER)
         self._descriptor = _open_file(path, LEDGER)
         self._mutex = threading.Lock()
@@ -99,9 +99,9 @@ class Ledger:
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[bool]:
-        """Hold the lock; False where it is not to be had within `seconds`, or is closed.
+        """Hold the lock; yields False if it is not free within `seconds`, or if the ledger is closed.
 
-        What is made of `entries`, `bytes` and `clean` is written at the end, whatever happens.
+        `entries`, `bytes` and `clean` are read first and written back at the end, also after an exception.
         """
         deadline = time.monotonic() + seconds
         if not self._mutex.acquire(timeout=seconds):
@@ -116,7 +116,7 @@ class Ledger:
                 try:
                     yield True
                 except BaseException:
-                    with suppress(OSError):  # it stays unsettled then, and the first error is the one to tell
+                    with suppress(OSError):  # it stays dirty, and the first error matters more
                         self._write(self.clean)
                     raise
                 self._write(self.clean)
@@ -126,16 +126,16 @@ class Ledger:
             self._mutex.release()
 
     def mark_dirty(self) -> None:
-        """Say that files are about to change."""
+        """Set the dirty flag in the file, before entry files change."""
         self._write(clean=False)
 
     def add(self, entries: int, size: int) -> None:
-        """Say that they have."""
+        """Count a change of the entry files; the lock's exit writes it."""
         self.entries = max(self.entries + entries, 0)
         self.bytes = max(self.bytes + size, 0)
 
     def read(self) -> tuple[int, int]:
-        """Entries and bytes, by anyone at any time; so not by a descriptor that may be closed meanwhile."""
+        """Return entries and bytes, without the lock; reopens the file, as `close` may run meanwhile."""
         try:
             with open(self._path, "rb") as file:
                 return _parse(file.read())[:2]
@@ -143,7 +143,7 @@ class Ledger:
             return 0, 0
 
     def close(self) -> None:
-        """Close it once no thread of this process holds it."""
+        """Close the ledger, once no thread of this process holds its lock."""
         with self._mutex:
             self._close()
 
@@ -165,8 +165,8 @@ class Ledger:
 
 
 def _parse(data: bytes) -> tuple[int, int, bool]:
-    """Entries, bytes, and whether they are right."""
-    if len(data) != LEDGER_BYTES:  # just made
+    """Return entries, bytes, and whether they are clean."""
+    if len(data) != LEDGER_BYTES:  # newly created
         return 0, 0, False
     entries, size, dirty = _RECORD.unpack(data)
     return entries, size, dirty == 0

@@ -200,7 +200,7 @@ def test_strangers_files_are_refused_and_left_alone(path: Path) -> None:
     path.mkdir()
     for name in ("thesis.tex", "photo.jpg", "mail", "zebra"):
         (path / name).write_text("mine")
-    wanted = "is no cache's directory: it holds mail, photo.jpg, thesis.tex and 1 more \\(a new cache"
+    wanted = "is not an mm-encoder cache: it contains mail, photo.jpg, thesis.tex and 1 more; give a cache's"
     for use in (lambda: FileTier(path, BUDGET), lambda: clear(path), lambda: verify(path)):
         with pytest.raises(CacheError, match=wanted):
             use()
@@ -390,7 +390,7 @@ def test_a_read_only_disk(path: Path) -> None:
 def test_shared_and_exclusive_exclude_each_other(path: Path) -> None:
     one = FileTier(path, BUDGET, shared=True)
     two = FileTier(path, BUDGET, shared=True)
-    with pytest.raises(CacheLockedError, match="or to several that all open it with shared=True"):
+    with pytest.raises(CacheLockedError, match="or open it with shared=True in all of them"):
         FileTier(path, BUDGET)
     two.close()
     with pytest.raises(CacheLockedError):
@@ -416,7 +416,7 @@ def test_a_tier_that_could_not_be_opened_gives_the_directory_free(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "scandir", failing_with(errno.EIO))
-    with pytest.raises(CacheError, match="cannot be a cache's directory: Input/output error") as caught:
+    with pytest.raises(CacheError, match="cannot be used as a cache directory: Input/output error") as caught:
         FileTier(path, BUDGET)
     monkeypatch.undo()
     FileTier(path, BUDGET).close()

@@ -425,7 +425,7 @@ def test_clear_removes_what_is_ours(path: Path, file_bytes: int) -> None:
 
 def test_upkeep_of_what_is_not_there(path: Path) -> None:
     for use in (clear, verify, describe):
-        with pytest.raises(CacheError, match=f"{path} is no cache's directory: No such file"):
+        with pytest.raises(CacheError, match=f"{path} is not an mm-encoder cache: No such file"):
             use(path)
     assert not path.exists()
 
