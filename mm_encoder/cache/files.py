@@ -1,11 +1,10 @@
-"""The disk tier of plain files: one for each entry, written aside and renamed into its place.
+"""The disk tier of plain files: one file per entry, written to a temporary name and renamed.
 
-A read takes no lock: it opens, reads and verifies a file that never changes, and stamps it as used. The
-files' times are the order of use, so it outlives the process and holds over all processes that share a
-directory, and memory keeps nothing but the last scan's list of what to evict next. A write holds the ledger
-from making room to the rename, so the files together, a partly written one included, are within the budget at
-any moment; several processes write in turn. Nothing is synced to the disk: what a crash of the machine
-damages, the checksums find.
+A read takes no lock: it opens, reads and verifies an immutable file, and updates its modification time. These
+times are the LRU order, so it survives the process and is common to all processes that share a directory; in
+memory there is only the eviction order of the last scan. A write holds the ledger lock from eviction to
+rename, so all files together, a partly written one included, never exceed the budget; one process writes at a
+time. There is no fsync: the checksums detect whatever a crash of the machine damages.
 """
 
 from __future__ import annotations
@@ -38,27 +37,27 @@ from .ledger import LEDGER_BYTES, Ledger, Lock
 
 logger = logging.getLogger("mm_encoder")
 
-_LOCK_TIMEOUT_S = 5.0  # for the other processes' writes
+_LOCK_TIMEOUT_S = 5.0  # to wait for writes of other processes
 _READER_LOCK_TIMEOUT_S = 0.1
 _LOG_EVERY_S = 60.0
-# The process, not the file, is at fault: the next read may succeed.
+# Caused by the process, not by the file: the next read may succeed.
 _TRANSIENT_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class FileTier(DiskTier):
-    """Entries as files in a directory of their own, the least recently used evicted first."""
+    """Entries as files in a directory that holds nothing else; evicts the least recently used first."""
 
     def __init__(self, path: str | Path, max_bytes: int, *, shared: bool = False) -> None:
-        """Open the directory, made if need be, sweep what killed writers left, evict down to `max_bytes`.
+        """Open or create the directory, remove what killed writers left, and evict down to `max_bytes`.
 
-        Raises CacheLockedError where another tier has it open, unless both say `shared`; and CacheError where
-        it cannot be used, or has files of someone else and none of a cache.
+        Raises CacheLockedError if another tier has it open, unless both are `shared`, and CacheError if the
+        directory cannot be used, or contains foreign files and no cache.
         """
         require_int("max_bytes", max_bytes, 1)
         self._path = os.path.abspath(path)
         self._budget = max_bytes - LEDGER_BYTES
         self._pid = os.getpid()
-        self._eviction_order: list[EntryFile] = []  # by the last scan, those to evict first at the end
+        self._eviction_order: list[EntryFile] = []  # as of the last scan; the next to evict is last
         self._rescan_needed = False
         self._stats_lock = threading.Lock()
         self._evictions = self._errors = 0
@@ -69,17 +68,19 @@ class FileTier(DiskTier):
             self._ledger = Ledger(self._path)
             with self._ledger.locked(_LOCK_TIMEOUT_S) as locked:
                 if not locked:
-                    raise CacheLockedError(f"another process is writing to {self._path} and does not end")
+                    raise CacheLockedError(f"another process is writing to {self._path} and does not finish")
                 self._rescan()
                 self._evict_to_fit(0)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError):
-                raise CacheError(f"{self._path} cannot be a cache's directory: {error.strerror}") from error
+                raise CacheError(
+                    f"{self._path} cannot be used as a cache directory: {error.strerror}"
+                ) from error
             raise
 
     def get(self, key: bytes) -> Entry | None:
-        """See DiskTier."""
+        """See DiskTier. A damaged or unreadable file is removed."""
         if self._closed or os.getpid() != self._pid:
             return None
         path = entry_path(self._path, key)
@@ -99,12 +100,12 @@ class FileTier(DiskTier):
             self._record_error("failed read", path, error)
             if error.errno not in _TRANSIENT_ERRNOS:
                 self._remove_damaged(path)
-        except (RuntimeError, MemoryError) as error:  # no room for the rows; Torch's is a RuntimeError
+        except (RuntimeError, MemoryError) as error:  # out of memory for the rows; Torch raises RuntimeError
             self._record_error("failed read", path, error)
         return None
 
     def put(self, key: bytes, entry: Entry) -> bool:
-        """See DiskTier. False also where the other processes leave it no turn for some seconds."""
+        """See DiskTier. Also returns False if other processes hold the lock for some seconds."""
         if self._closed or os.getpid() != self._pid:
             return False
         path = entry_path(self._path, key)
@@ -117,7 +118,7 @@ class FileTier(DiskTier):
                     self._store(path, key, *parts)
                 elif not self._closed:
                     self._record_error(
-                        "failed write", path, TimeoutError(f"no turn in {_LOCK_TIMEOUT_S:.0f} s")
+                        "failed write", path, TimeoutError(f"not locked in {_LOCK_TIMEOUT_S:.0f} s")
                     )
                 return locked
         except (OSError, ValueError, RuntimeError, MemoryError) as error:
@@ -125,19 +126,19 @@ class FileTier(DiskTier):
             return False
 
     def stats(self) -> DiskStats:
-        """See DiskTier. Entries and bytes are of all processes, evictions and errors of this tier."""
+        """See DiskTier. Entries and bytes are those of all processes, evictions and errors of this tier."""
         entries, size = self._ledger.read()
         with self._stats_lock:
             return DiskStats(entries, size, self._evictions, self._errors)
 
     def close(self) -> None:
-        """See DiskTier. Waits for a put under way; gets under way end as they would."""
+        """See DiskTier. Waits for a running put; running gets finish normally."""
         self._closed = True
-        if os.getpid() == self._pid:  # a forked child has no lock to give back, and may not get the ledger's
+        if os.getpid() == self._pid:  # a forked child holds no lock, and the mutex may never be free
             self._ledger.close()
             self._lock.release()
 
-    # --- what needs the ledger -----------------------------------------------------------------------
+    # --- under the ledger lock -----------------------------------------------------------------------
 
     def _store(self, path: str, key: bytes, header: bytes, payload: memoryview) -> None:
         size = len(header) + len(payload)
@@ -153,14 +154,14 @@ class FileTier(DiskTier):
             write(temporary, header, payload)
             os.replace(temporary, path)
         except BaseException:
-            self._ledger.clean = False  # unless it can be removed
+            self._ledger.clean = False  # until the temporary file is removed
             remove(temporary)
             self._ledger.clean = True
             raise
         self._ledger.add(1, size)
 
     def _is_stored(self, path: str, size: int) -> bool:
-        """Whether the entry need not be written. What else lies in its place goes."""
+        """Return whether the entry is stored already; remove anything else in its place."""
         try:
             status = os.lstat(path)
         except FileNotFoundError:
@@ -172,7 +173,7 @@ class FileTier(DiskTier):
         return False
 
     def _evict_to_fit(self, size: int) -> None:
-        """Evict until `size` more bytes are within the budget."""
+        """Evict until `size` more bytes fit into the budget."""
         rescans = 0
         while self._ledger.bytes > max(self._budget - size, 0):
             if not self._eviction_order:
@@ -182,11 +183,11 @@ class FileTier(DiskTier):
             file = self._eviction_order[-1]
             try:
                 status = os.lstat(file.path)
-            except FileNotFoundError:  # another process evicted it, and told the ledger
+            except FileNotFoundError:  # another process evicted it, and counted that
                 self._eviction_order.pop()
                 continue
-            # Used since the scan, so younger than all the scan saw that were not. Twice in a row is enough,
-            # or readers who use everything all the time could keep this thread here.
+            # A file used since the scan is newer than all unused ones: skip it. After two rescans evict it
+            # nevertheless, or readers that keep using every entry could hold this thread here forever.
             if status.st_mtime_ns == file.used_ns or rescans >= 2:
                 remove(file.path)
                 self._ledger.add(-1, -status.st_size)
@@ -195,7 +196,7 @@ class FileTier(DiskTier):
             self._eviction_order.pop()
 
     def _rescan(self) -> None:
-        """Scan the directory, for what to evict first and for the ledger, and sweep it."""
+        """Scan and sweep the directory; renew the eviction order and the ledger's counts."""
         self._rescan_needed = False
         listing = scan(self._path)
         sweep(listing)
@@ -205,7 +206,7 @@ class FileTier(DiskTier):
         self._ledger.clean = True
 
     def _remove_damaged(self, path: str, read: os.stat_result | None = None) -> None:
-        """Remove a bad entry, unless another was put in its place since it was read."""
+        """Remove a damaged entry, unless it was replaced since it was read as `read`."""
         try:
             with self._ledger.locked(_READER_LOCK_TIMEOUT_S) as locked:
                 status = os.lstat(path)
@@ -214,7 +215,7 @@ class FileTier(DiskTier):
                 remove(path)
                 if locked:
                     self._ledger.add(-1, -status.st_size)
-                    self._ledger.clean = False  # it may have been counted with another size
+                    self._ledger.clean = False  # its counted size may have been another
                 else:
                     self._rescan_needed = True
         except FileNotFoundError:
@@ -223,7 +224,7 @@ class FileTier(DiskTier):
             self._record_error("failed removal", path, error)
 
     def _record_error(self, kind: str, path: str, error: Exception) -> None:
-        """Count it, and log it unless one of its kind was logged within the last minute."""
+        """Count an error, and log it unless one of this kind was logged within the last minute."""
         now = time.monotonic()
         with self._stats_lock:
             self._errors += 1

@@ -1,4 +1,4 @@
-"""What may be asked of a files backend's directory from outside: `mm-encoder cache stats|verify|clear`."""
+"""Maintenance of a files backend's directory: `mm-encoder cache stats|verify|clear`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .ledger import Lock
 
 
 class Description(NamedTuple):
-    """A directory's files at one moment; `foreign` are names that no cache gives, which it leaves alone."""
+    """Counts of a directory's files at one moment; `foreign` are names that no cache uses or touches."""
 
     entries: int
     bytes: int
@@ -22,18 +22,18 @@ class Description(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What reading every entry found: how many are whole, their bytes, and why each other is not."""
+    """The result of reading every entry: count and bytes of the intact ones, reasons for the damaged."""
 
     intact: int
     bytes: int
     damaged: tuple[tuple[str, str], ...]
-    """Name and reason."""
+    """(file name, reason) each."""
     temporaries: int
     foreign: int
 
 
 def describe(path: str | Path) -> Description:
-    """Count a cache's files, in use or not. Raises CacheError for what is no cache's directory."""
+    """Count the files of a cache, in use or not. Raises CacheError if `path` is not a cache."""
     require_cache(os.fspath(path))
     listing = scan(os.fspath(path))
     size = sum(file.bytes for file in listing.entries)
@@ -41,9 +41,9 @@ def describe(path: str | Path) -> Description:
 
 
 def verify(path: str | Path) -> Verification:
-    """Read and check every entry, and change nothing; an encoder may use the directory meanwhile.
+    """Read and check every entry without changes; an encoder may use the directory at the same time.
 
-    Raises CacheError for what is no cache's directory.
+    Raises CacheError if `path` is not a cache.
     """
     require_cache(os.fspath(path))
     listing = scan(os.fspath(path))
@@ -59,17 +59,17 @@ def verify(path: str | Path) -> Verification:
             damaged.append((os.path.basename(file.path), str(error)))
         except OSError as error:
             damaged.append((os.path.basename(file.path), error.strerror or type(error).__name__))
-        except (RuntimeError, MemoryError):  # as Torch says it
-            damaged.append((os.path.basename(file.path), "not read: there is no memory for its rows"))
+        except (RuntimeError, MemoryError):  # Torch raises RuntimeError
+            damaged.append((os.path.basename(file.path), "not read: not enough memory for its rows"))
         else:
             intact, size = intact + 1, size + file.bytes
     return Verification(intact, size, tuple(damaged), len(listing.temporaries), len(listing.foreign))
 
 
 def clear(path: str | Path) -> Description:
-    """Remove all that a cache put there, and say what it was; the directory stays a cache's.
+    """Remove all entries and temporary files, and return the counts from before; it stays a cache directory.
 
-    Raises CacheLockedError while an encoder uses it, and CacheError for what is no cache's directory.
+    Raises CacheLockedError while an encoder uses it, and CacheError if `path` is not a cache.
     """
     require_cache(os.fspath(path))
     lock = Lock(os.fspath(path), shared=False)
