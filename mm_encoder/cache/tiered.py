@@ -1,4 +1,4 @@
-"""The cache of one encoder: memory before disk, and one writer behind both."""
+"""The cache of one encoder: a memory tier in front of a disk tier, and a write-behind thread."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .memory import MemoryTier, live_cpu_bytes_process
 logger = logging.getLogger("mm_encoder")
 
 Rows = Callable[[], torch.Tensor]
-"""Gives a result's rows on the CPU, in a storage of their own; may wait for a device."""
+"""Returns a result's rows on the CPU, in storage that nothing else shares; may wait for a device."""
 
 _MAX_BACKLOG_BYTES = 128 * 1024**2
 
 
 class _PendingWrite(NamedTuple):
-    """A result on its way to the tiers."""
+    """A result in the write backlog."""
 
     rows: Rows
     metadata: ImageMetadata
@@ -37,10 +37,10 @@ class _PendingWrite(NamedTuple):
 
 
 class Cache:
-    """Two tiers and a writer thread; from any thread.
+    """Memory tier, optional disk tier and writer thread. Thread-safe.
 
-    `keys` is called once the directory is open, since it reads all the weights. Raises CacheError where the
-    cache cannot be opened.
+    `keys` is called after the directory is open, as it reads all the weights. Raises CacheError if the cache
+    cannot be opened.
     """
 
     def __init__(self, config: CacheConfig, keys: Callable[[], Keys]) -> None:
@@ -57,7 +57,7 @@ class Cache:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._disk_reads: dict[bytes, Future[Entry | None]] = {}
-        # What is to be stored; the first of it is being written.
+        # Pending writes, oldest first; the writer is at the first one.
         self._backlog: OrderedDict[bytes, _PendingWrite] = OrderedDict()
         self._backlog_bytes = 0
         self._changed = threading.Condition(self._lock)
@@ -66,7 +66,7 @@ class Cache:
         self._writer.start()
 
     def memory(self, key: bytes) -> Entry | None:
-        """The entry, if it is in memory, or on its way from there to disk. Not counted."""
+        """Return the entry if it is in the memory tier or in the backlog after it. Does not count."""
         entry = self._memory.get(key)
         if entry is not None:
             return entry
@@ -75,8 +75,8 @@ class Cache:
         return None if pending is None or not pending.in_memory else Entry(pending.rows(), pending.metadata)
 
     def get(self, key: bytes) -> Entry | None:
-        """The entry, from memory or disk; its metadata's `cache` says which. Counts hits, not misses. Of
-        those who ask for one key at a time, one reads the disk.
+        """Return the entry from memory or disk; its metadata's `cache` tells which. Counts hits, not misses.
+        When several threads ask for one key, a single reader reads the disk.
         """
         entry = self._memory.get(key)
         if entry is not None:
@@ -85,7 +85,7 @@ class Cache:
         return self._read_pending_or_disk(key)
 
     def put(self, key: bytes, rows: torch.Tensor, metadata: ImageMetadata) -> None:
-        """Keep CPU rows, which must not change any more: in memory at once, on disk soon."""
+        """Store CPU rows, which must not change any more: in memory at once, on disk behind it."""
         cached = _as_cached(metadata)
         nbytes = rows.untyped_storage().nbytes()
         if nbytes > self._max_entry_bytes:
@@ -96,19 +96,19 @@ class Cache:
             self._enqueue_write(key, _PendingWrite(lambda: rows, cached, nbytes, in_memory=True))
 
     def put_behind(self, key: bytes, rows: Rows, metadata: ImageMetadata, nbytes: int) -> None:
-        """Keep rows that are on the CPU only once the writer has asked for them."""
+        """Store rows that the writer thread must fetch first: calling `rows` copies them to the CPU."""
         if nbytes > self._max_entry_bytes:
             self.count("bypasses")
         else:
             self._enqueue_write(key, _PendingWrite(rows, _as_cached(metadata), nbytes, in_memory=False))
 
     def count(self, name: str) -> None:
-        """Add one to a count of CacheStats."""
+        """Increment a counter of CacheStats."""
         with self._lock:
             self._counts[name] += 1
 
     def stats(self) -> CacheStats:
-        """Counts at this moment."""
+        """Return the counters at this moment."""
         memory = self._memory.stats()
         disk = DiskStats(0, 0, 0, 0) if self._disk is None else self._disk.stats()
         with self._lock:
@@ -131,7 +131,7 @@ class Cache:
         )
 
     def close(self) -> None:
-        """Write what is still to be written, and give the directory free. Twice is fine."""
+        """Write the whole backlog, then close both tiers and release the directory. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -141,17 +141,17 @@ class Cache:
         self._memory.close()
 
     def _read_pending_or_disk(self, key: bytes) -> Entry | None:
-        """What is on its way to the tiers, or on disk."""
+        """Return the entry from the backlog or from disk; one thread per key reads, the others wait."""
         with self._lock:
             pending = self._backlog.get(key)
             disk_read = self._disk_reads.get(key)
             is_reader = pending is None and disk_read is None and self._disk is not None
             if is_reader:
                 self._disk_reads[key] = Future()
-        if pending is not None:  # it may have left memory already
+        if pending is not None:  # the memory tier may have evicted it already
             try:
                 entry = Entry(pending.rows(), pending.metadata)
-            except Exception:  # from a device; the writer will meet it too, and log it
+            except Exception:  # a device error; the writer meets it too, and logs it
                 return None
             self.count("memory_hits")
             return entry
@@ -184,7 +184,7 @@ class Cache:
             if key in self._backlog or self._closed:
                 return
             if self._backlog and self._backlog_bytes + pending.nbytes > self._max_backlog_bytes:
-                self._counts["dropped"] += 1  # rather than hold anybody up
+                self._counts["dropped"] += 1  # rather than block the caller
                 return
             self._backlog[key] = pending
             self._backlog_bytes += pending.nbytes
@@ -202,7 +202,9 @@ class Cache:
                 self._store(key, pending)
             except Exception:
                 self.count("errors")
-                logger.exception("a result was not kept", extra={"mm_event": "cache_error"})
+                logger.exception(
+                    "a result could not be stored in the cache", extra={"mm_event": "cache_error"}
+                )
             with self._lock:
                 del self._backlog[key]
                 self._backlog_bytes -= pending.nbytes
@@ -217,7 +219,7 @@ class Cache:
 
 
 def _as_cached(metadata: ImageMetadata) -> ImageMetadata:
-    """As the next who asks is told."""
+    """Return `metadata` as later hits report it."""
     return replace(metadata, cache="memory", timings=(), device="cpu")
 
 
