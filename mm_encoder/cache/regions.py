@@ -1,4 +1,4 @@
-"""The directory of the foyer backend: whose it is, its lock, its region files."""
+"""The directory of the foyer backend: ownership, lock and region files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..errors import CacheError, CacheLockedError
 from . import codec
 
 _FORMAT = f"1.{codec.FORMAT}"
-# Other names than the files backend has: neither takes the other's directory for its own. The stamp is an
-# empty file, whose name says format, number of regions and generation; the budget has no room for more.
+# Names that differ from those of the files backend, so that neither opens the other's directory. The stamp is
+# an empty file whose name holds format, number of regions and generation: contents would exceed the budget.
 LOCK, _STAMP = "mm-encoder-foyer.lock", "mm-encoder-foyer"
 _STAMP_NAME = re.compile(rf"{_STAMP}-[0-9a-f.-]+")
 _REGION_NAME = re.compile("foyer-storage-direct-fs-[0-9]{8}")
@@ -23,36 +23,36 @@ _KNOWN_NAME = re.compile("|".join((re.escape(LOCK), _STAMP_NAME.pattern, _REGION
 
 
 REGION_BYTES = 16 * 1024**2
-"""Bytes of one of foyer's regions, and of its file."""
-_MIN_REGIONS = 4  # with fewer foyer's close() hangs
+"""Size of a foyer region, and of its file."""
+_MIN_REGIONS = 4  # with fewer, foyer's close() hangs
 _SPARE_DESCRIPTORS = 64
 
 
 def region_count(max_bytes: int) -> int:
-    """How many regions a budget has room for. Raises CacheError where they are too few."""
+    """Return the number of regions that fit into a budget. Raises CacheError if they are too few."""
     regions = require_int("max_bytes", max_bytes, 0) // REGION_BYTES
     if regions < _MIN_REGIONS:
         raise CacheError(
             f"the foyer backend needs at least {_MIN_REGIONS * REGION_BYTES} bytes (64 MiB) of disk; "
-            f"got {max_bytes}, rounded down to a multiple of 16 MiB {regions * REGION_BYTES}"
+            f"got {max_bytes}, rounded down to {regions * REGION_BYTES} (a multiple of 16 MiB)"
         )
     return regions
 
 
 def check_descriptors(regions: int) -> None:
-    """Raise CacheError where the process may not open a file for each region."""
+    """Raise CacheError if the process may not open one file per region."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + regions + _SPARE_DESCRIPTORS
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise CacheError(
-            f"foyer keeps {regions} files open, one for each 16 MiB; with those open now and some to spare "
-            f"that is {needed}, but this process may open {limit} (ulimit -n)"
+            f"foyer keeps {regions} files open, one per 16 MiB; with its other files this process needs "
+            f"{needed}, but may open {limit} (ulimit -n): raise the limit, or lower disk_bytes"
         )
 
 
 def acquire_lock(path: Path) -> FileLock:
-    """The lock of a directory, which is made if need be, held. Raises CacheError, CacheLockedError."""
-    # Not of one thread: the one that closes it is another.
+    """Create the directory if it is missing, and lock it. Raises CacheError, CacheLockedError."""
+    # Not thread-local: another thread releases it.
     lock = FileLock(path / LOCK, thread_local=False)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def acquire_lock(path: Path) -> FileLock:
         lock.acquire(blocking=False)
     except Timeout as error:
         raise CacheLockedError(
-            f"{path} is in use by another encoder; each needs a directory of its own"
+            f"{path} is in use by another encoder; with foyer each encoder needs its own directory"
         ) from error
     except OSError as error:
         raise CacheError(f"the cache cannot be opened in {path}: {error}") from error
@@ -71,14 +71,14 @@ def _require_cache(path: Path) -> None:
     foreign = sorted(name for name in os.listdir(path) if not _KNOWN_NAME.fullmatch(name))
     if foreign:
         raise CacheError(
-            f"{path} must be empty or a foyer cache of this library; it holds {', '.join(foreign[:3])}"
+            f"{path} must be empty or a foyer cache of this library; it contains {', '.join(foreign[:3])}"
             + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         )
 
 
 def allocate(path: Path, regions: int) -> bytes:
-    """Wipe what is of another capacity or format, and allocate every region; the generation, which every
-    record's name begins with.
+    """Wipe a cache of another capacity or format, and allocate every region. Return the generation, which
+    starts every record's name.
     """
     files = {f"foyer-storage-direct-fs-{index:08d}" for index in range(regions)}
     prefix = f"{_STAMP}-{_FORMAT}-{regions}-"
@@ -98,9 +98,9 @@ def allocate(path: Path, regions: int) -> bytes:
                 os.close(descriptor)
         (path / stamp).touch()
     except OSError as error:
-        # Half a cache would only keep the disk full.
+        # Do not leave a partial cache that only fills the disk.
         _wipe(path, files | {stamp})
-        raise CacheError(f"no {regions * REGION_BYTES} bytes can be allocated in {path}: {error}") from error
+        raise CacheError(f"cannot allocate {regions * REGION_BYTES} bytes in {path}: {error}") from error
     return stamp.removeprefix(prefix).encode()
 
 
@@ -113,7 +113,7 @@ def _wipe(path: Path, names: set[str]) -> None:
 
 
 def is_foyer_directory(directory: Path) -> bool:
-    """Whether a directory is one of this backend."""
+    """Return whether a directory belongs to this backend."""
     try:
         return any(name == LOCK or _STAMP_NAME.fullmatch(name) for name in os.listdir(directory))
     except OSError:
@@ -121,27 +121,27 @@ def is_foyer_directory(directory: Path) -> bool:
 
 
 def allocated_bytes(directory: Path) -> int:
-    """The bytes that it takes, which is also its budget."""
+    """Return the bytes that the cache uses, which is also its budget."""
     return sum(file.stat(follow_symlinks=False).st_size for file in _files(directory))
 
 
 def clear(directory: Path) -> int:
-    """Remove all but the lock; the bytes that it took. Raises CacheError, CacheLockedError."""
+    """Remove everything but the lock, and return the bytes freed. Raises CacheError, CacheLockedError."""
     freed = 0
     try:
         with FileLock(directory / LOCK, blocking=False):
             for file in _files(directory):
                 freed += file.stat(follow_symlinks=False).st_size
-                os.unlink(file.path)  # the stamp first: without it the rest is nothing to who opens it
+                os.unlink(file.path)  # the stamp first: without it the next open wipes the rest
     except Timeout as error:
-        raise CacheLockedError(f"the cache's directory {directory} is in use by another encoder") from error
+        raise CacheLockedError(f"the cache directory {directory} is in use by another encoder") from error
     except OSError as error:
         raise CacheError(f"{directory} cannot be cleared: {error.strerror}") from error
     return freed
 
 
 def _files(directory: Path) -> list[os.DirEntry[str]]:
-    """The files that make up the cache, stamps first."""
+    """Return the files that make up the cache, stamps first."""
     with os.scandir(directory) as files:
         found = [file for file in files if file.is_file(follow_symlinks=False)]
     stamps = [file for file in found if _STAMP_NAME.fullmatch(file.name)]

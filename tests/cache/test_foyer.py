@@ -198,7 +198,7 @@ def test_a_full_disk_is_seen_when_it_is_made(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(CacheError, match=rf"no {SMALLEST} bytes .*: .*{os.strerror(error)}"):
+        with pytest.raises(CacheError, match=rf"cannot allocate {SMALLEST} bytes .*: .*{os.strerror(error)}"):
             opened()
     assert list((tmp_path / "cache").glob(REGIONS)) == []
     opened()
@@ -245,7 +245,7 @@ def test_a_directory_of_others_is_left_as_it_is(tmp_path: Path, fake: Any) -> No
     names = ["a", "b", "foyer-storage-direct-fs-00000000.bak", "z"]
     for name in names:
         (tmp_path / name).write_bytes(b"theirs")
-    with pytest.raises(CacheError, match=r"it holds a, b, foyer-storage-direct-fs-0+\.bak and 1 more"):
+    with pytest.raises(CacheError, match=r"it contains a, b, foyer-storage-direct-fs-0+\.bak and 1 more"):
         FoyerTier(tmp_path, SMALLEST)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -254,9 +254,9 @@ def test_the_two_backends_refuse_each_others_directory(tmp_path: Path, fake: Any
     fake()
     FileTier(tmp_path / "files", SMALLEST).close()
     FoyerTier(tmp_path / "foyer", SMALLEST).close()
-    with pytest.raises(CacheError, match="it holds mm-encoder-cache"):
+    with pytest.raises(CacheError, match="it contains mm-encoder-cache"):
         FoyerTier(tmp_path / "files", SMALLEST)
-    with pytest.raises(CacheError, match="it holds foyer-storage"):
+    with pytest.raises(CacheError, match="it contains foyer-storage"):
         FileTier(tmp_path / "foyer", SMALLEST)
 
 
