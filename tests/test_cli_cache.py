@@ -169,7 +169,7 @@ def test_the_budget_holds(tmp_path: Path, glm53_checkpoint: Path, monkeypatch: p
         "--cache", cache, "--cache-bytes", "4k",
     )  # fmt: skip
     assert done.exit_code == 0
-    assert done.stderr == "mm-encoder: cache: results larger than 1.0 KiB (1024 bytes), not kept: 1\n"
+    assert done.stderr == "mm-encoder: cache: results larger than 1.0 KiB (1024 bytes), not stored: 1\n"
     assert entries(cache) == []
 
 
@@ -410,7 +410,7 @@ def test_stats_says_what_is_there_in_use_or_not(directory: Path) -> None:
         "backend": "files",
         "entries": "3",
         "bytes": bytes_of(size),
-        "budget": "not recorded: whoever opens the directory says its own",
+        "budget": "not recorded: each encoder sets its own when it opens the directory",
     }
     before = state(directory)
     done = call("cache", "stats", directory)
@@ -428,7 +428,7 @@ def test_stats_says_what_is_there_in_use_or_not(directory: Path) -> None:
     (directory / "notes.txt").write_text("mine")
     more = facts(call("cache", "stats", directory).stdout)
     assert more.pop("unfinished").startswith("1 files")
-    assert more.pop("not the cache's").startswith("1 files")
+    assert more.pop("foreign").startswith("1 files")
     assert more == expected
 
 
@@ -442,7 +442,7 @@ def test_verify_finds_all_whole_even_in_use(directory: Path) -> None:
     finally:
         tier.close()
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout == f"3 whole entries, {bytes_of(size)}; 0 damaged\n"
+    assert done.stdout == f"3 intact entries, {bytes_of(size)}; 0 damaged\n"
     assert {k: v for k, v in state(directory).items() if k != LEDGER} == {
         k: v for k, v in before.items() if k != LEDGER
     }
@@ -465,7 +465,7 @@ def test_verify_names_every_damaged_file_and_its_reason(directory: Path) -> None
     before = state(directory)
     done = run("cache", "verify", directory)
     assert done.returncode == 1
-    assert done.stdout == f"1 whole entries, {bytes_of(third.stat().st_size)}; 8 damaged\n"
+    assert done.stdout == f"1 intact entries, {bytes_of(third.stat().st_size)}; 8 damaged\n"
     reasons = dict(line.split(": ", 1) for line in done.stderr.splitlines())
     assert set(reasons) == {str(path) for path in (*names.values(), first, second)}
     for path, said in {

@@ -1,13 +1,13 @@
-"""The second disk tier: foyer's region files, allocated in full beforehand (extra `foyer`, Python 3.12).
+"""The disk tier on foyer's region files, preallocated in full (extra `foyer`, Python 3.12 and newer).
 
-An entry is records of foyer: whole chunks of its rows, then a manifest of nonce, header and what is left of
-the rows. foyer takes no value over 16 MiB, brings an overwritten or removed key back to life, and drops what
-it is given too quickly without a word. So every record has a name that is never used again, a few records at
-a time are handed over and confirmed, and the manifest comes last: what it names was on disk before it.
+An entry is several foyer records: full chunks of its rows, then a manifest with a nonce, the header and the
+remaining rows. foyer accepts no value over 16 MiB, may bring back an overwritten or removed key, and silently
+drops values that arrive too fast. So a record's name is never reused, records are inserted in small batches
+and each batch is confirmed, and the manifest comes last: everything it names was on disk before it.
 
-Nothing is evicted here: foyer frees its 16 MiB regions first in, first out with a second chance. Neither that
-order nor what was read lately survives a restart, and each start that writes costs a full cache a region.
-"On disk" means in the kernel's page cache, without fsync.
+foyer does the eviction: it frees its 16 MiB regions in FIFO order with a second chance. Neither this order
+nor recent reads survive a restart, and each start that writes costs a full cache one region. "On disk" means
+in the kernel's page cache, without fsync.
 """
 
 from __future__ import annotations
@@ -27,64 +27,63 @@ from .entry import DiskStats, DiskTier, Entry
 from .foyer_handle import HandleClosed, OpenHandle, log, translate_panics
 from .regions import REGION_BYTES, acquire_lock, allocate, check_descriptors, region_count
 
-_CHUNK_BYTES = 4_150_000  # four to a region, with foyer's own headers
-_CHUNKS_PER_BATCH = 3  # foyer's queue holds 16 MiB, and drops the rest
+_CHUNK_BYTES = 4_150_000  # four per region, with foyer's own headers
+_CHUNKS_PER_BATCH = 3  # foyer's write queue holds 16 MiB, and drops the rest
 _NONCE_BYTES = 16
-_MAX_MANIFESTS = 8  # manifests that one key may have; all but the newest are broken
-_SHARDS = 8  # each keeps one entry in memory, however small the capacity
+_MAX_MANIFESTS = 8  # per key; all but the newest are bad
+_SHARDS = 8  # of foyer's memory; each keeps one entry, however small the capacity
 _CONFIRM_TIMEOUT_S = 5.0
 _LOG_EVERY_S = 60.0
 _MAX_FAILURES = 3
 
 
 class FoyerTier(DiskTier):
-    """Entries in foyer's region files below `path`, which belongs to one encoder at a time.
+    """Entries in foyer's region files in the directory `path`, for one encoder at a time.
 
-    Takes the whole of `max_bytes`, rounded down to 16 MiB, when it is made; at least 64 MiB. Raises
-    CacheLockedError when the directory is in use, and CacheError when it cannot be used, holds files of
-    others, or when foyer-py, room or file descriptors are missing. A key stands for one result: putting it
-    again while it is there changes nothing. In a forked child everything is a miss.
+    Opening allocates all of `max_bytes`, at least 64 MiB, rounded down to 16 MiB. Raises CacheLockedError if
+    the directory is in use, and CacheError if it cannot be used or contains foreign files, or if foyer-py,
+    disk space or file descriptors are missing. A key stands for one result: putting it again while it is
+    stored changes nothing. A forked child gets and puts nothing.
     """
 
     def __init__(self, path: str | Path, max_bytes: int) -> None:
         hybrid_cache = _import_foyer()
-        self._regions = region_count(max_bytes)
+        regions = region_count(max_bytes)
+        self._bytes = regions * REGION_BYTES
         path = Path(path)
-        check_descriptors(self._regions)
+        check_descriptors(regions)
         lock = acquire_lock(path)
         try:
-            self._generation = allocate(path, self._regions)
+            self._generation = allocate(path, regions)
             with translate_panics():
-                cache = hybrid_cache(
-                    str(path), memory_capacity=0, storage_capacity=self._regions * REGION_BYTES
-                )
+                cache = hybrid_cache(str(path), memory_capacity=0, storage_capacity=self._bytes)
         except Exception as error:
             lock.release()
             if isinstance(error, CacheError):
                 raise
             raise CacheError(f"the cache cannot be opened in {path}: {error}") from error
         self._handle = OpenHandle(cache, lock)
-        # Closes it when the tier is dropped, and at interpreter exit.
+        # Runs when the tier is collected, and at interpreter exit.
         self._close = weakref.finalize(self, self._handle.close)
-        self._max_chunks = (self._regions - 2) * 4  # foyer keeps a region clean, and writes in another
+        self._max_chunks = (regions - 2) * 4  # foyer keeps one region clean, and writes to another
         self._written = self._evictions = self._errors = self._failures = 0
         self._unconfirmed_key = b""
         self._stats_lock = threading.Lock()
         self._last_logged: dict[str, float] = {}
-        self._bad_manifests: set[bytes] = set()  # manifests that were read and found wanting
+        self._bad_manifests: set[bytes] = set()  # manifests whose entry was read and failed
         try:
             with self._handle.use() as cache:
                 self._probes = _find_probes(cache)
         except Exception as error:
             self.close()
-            raise CacheError(f"foyer does not work as version 0.0.6 does: {error}") from error
+            raise CacheError(f"foyer-py does not behave like version 0.0.6; install that: {error}") from error
 
     def get(self, key: bytes) -> Entry | None:
-        """The entry, verified in full. One that foyer has written over in part is a miss."""
+        """See DiskTier. An entry that foyer has partly overwritten is a miss."""
         try:
             with self._handle.use() as cache:
-                # Until it is confirmed, only this keeps it from being taken for confirmed: a get would make
-                # it one of the entries in memory, which `contains` does not tell from those on disk.
+                # A get would bring the unconfirmed manifest into foyer's memory, where `contains` cannot tell
+                # it from one on disk: `put` would then take it for confirmed.
                 return None if key == self._unconfirmed_key else self._read(cache, key)
         except HandleClosed:
             return None
@@ -93,7 +92,7 @@ class FoyerTier(DiskTier):
             return None
 
     def put(self, key: bytes, entry: Entry) -> bool:
-        """Keep `entry`; whether foyer has it on disk. The third failure in a row closes the tier."""
+        """See DiskTier. The third failure in a row closes the tier."""
         try:
             with self._handle.use() as cache:
                 written = self._read(cache, key) is not None or self._write(cache, key, entry)
@@ -101,26 +100,26 @@ class FoyerTier(DiskTier):
             return written
         except HandleClosed:
             return False
-        except ValueError as error:  # the entry is at fault, not foyer
-            self._record_error("an entry cannot be kept", error)
+        except ValueError as error:  # the entry is invalid; foyer did not fail
+            self._record_error("an entry cannot be stored", error)
             return False
         except Exception as error:
             self._record_error("an entry was dropped", error)
             self._failures += 1
         if self._failures == _MAX_FAILURES:
-            log(logging.ERROR, f"{_MAX_FAILURES} puts in a row failed; it is disabled")
+            log(logging.ERROR, f"{_MAX_FAILURES} puts in a row failed; the disk tier is disabled")
             self.close()
         return False
 
     def stats(self) -> DiskStats:
-        """What can be known, as foyer lists nothing. `entries`: those that this tier wrote, whether or not
-        foyer has written over them since; not those it found. `bytes`: the region files. `evictions`: entries
-        that were found to lack a record.
+        """See DiskTier. foyer lists no entries, so `entries` counts what this tier wrote, even if overwritten
+        since, and nothing found at the start; `bytes` is the size of the region files, and `evictions` counts
+        entries that turned out to lack a record.
         """
-        return DiskStats(self._written, self._regions * REGION_BYTES, self._evictions, self._errors)
+        return DiskStats(self._written, self._bytes, self._evictions, self._errors)
 
     def close(self) -> None:
-        """Close foyer, for which it has seconds, and give the directory free. All that was put is on disk."""
+        """Close foyer within seconds, and release the directory. Everything put is on disk already."""
         self._close()
 
     def _read(self, cache: Any, key: bytes) -> Entry | None:
@@ -135,7 +134,7 @@ class FoyerTier(DiskTier):
                     self._evictions += 1
             except Exception as error:
                 self._record_error("an entry is damaged", error)
-            if len(self._bad_manifests) > 100_000:  # most of them foyer has long written over
+            if len(self._bad_manifests) > 100_000:  # foyer has overwritten most of them long ago
                 self._bad_manifests.clear()
             self._bad_manifests.add(name)
         return None
@@ -146,9 +145,7 @@ class FoyerTier(DiskTier):
         tail = manifest[_NONCE_BYTES + header.header_bytes :]
         whole = header.payload_bytes // _CHUNK_BYTES
         if header.payload_bytes != whole * _CHUNK_BYTES + len(tail):
-            raise codec.EntryError(
-                f"{len(tail)} bytes left of {header.payload_bytes} in chunks of {_CHUNK_BYTES}"
-            )
+            raise codec.EntryError(f"{len(tail)} bytes after {whole} chunks of {header.payload_bytes} bytes")
         rows = codec.empty_rows(header)
         payload = codec.payload_view(rows)
         for index in range(whole):
@@ -161,7 +158,7 @@ class FoyerTier(DiskTier):
         return Entry(rows, header.metadata)
 
     def _write(self, cache: Any, key: bytes, entry: Entry) -> bool:
-        """Whether it was written; False when the tier is being closed."""
+        """Return whether the entry was written; False if the tier is closing."""
         header, payload = codec.encode(key, entry)
         whole = len(payload) // _CHUNK_BYTES
         nonce = os.urandom(_NONCE_BYTES)
@@ -169,7 +166,7 @@ class FoyerTier(DiskTier):
         used = [n for n in range(_MAX_MANIFESTS) if cache.contains(self._manifest_name(key, n))]
         attempt = used[-1] + 1 if used else 0
         if whole > self._max_chunks or attempt == _MAX_MANIFESTS:
-            raise ValueError(f"{len(payload)} bytes of rows, {len(used)} times damaged before")
+            raise ValueError(f"{len(payload)} bytes of rows are too many, or were damaged {len(used)} times")
         for first in range(0, whole, _CHUNKS_PER_BATCH):
             names = [
                 self._chunk_name(nonce, index)
@@ -191,16 +188,16 @@ class FoyerTier(DiskTier):
         return written
 
     def _wait_until_written(self, cache: Any, names: list[bytes]) -> bool:
-        """Push what foyer has in memory to its writer, and wait until its index has these."""
+        """Push foyer's memory to its writer, and wait until its index has `names`; False if closing."""
         for probe in self._probes:
             cache.insert(probe, b"")
         deadline = time.monotonic() + _CONFIRM_TIMEOUT_S
         while not all(map(cache.contains, names)):
             if self._handle.closing:
-                # Not raised: a traceback would keep tensors, which must be gone before the interpreter is.
+                # Not raised: a traceback would keep tensors, which must be freed before the interpreter is.
                 return False
             if time.monotonic() > deadline:
-                raise TimeoutError(f"foyer did not write it within {_CONFIRM_TIMEOUT_S} s")
+                raise TimeoutError(f"foyer did not write a record within {_CONFIRM_TIMEOUT_S} s")
             time.sleep(0.0005)
         return True
 
@@ -211,7 +208,7 @@ class FoyerTier(DiskTier):
         return self._generation + nonce + index.to_bytes(4, "little")
 
     def _record_error(self, what: str, error: Exception) -> None:
-        """Count it, and log it unless one of its kind was logged within the last minute."""
+        """Count an error, and log it unless one of this kind was logged within the last minute."""
         now = time.monotonic()
         with self._stats_lock:
             self._errors += 1
@@ -223,7 +220,7 @@ class FoyerTier(DiskTier):
 
 
 class _RecordMissing(Exception):
-    """foyer does not have a record any more."""
+    """foyer no longer has a record."""
 
 
 def _read_record(cache: Any, name: bytes) -> bytes:
@@ -234,7 +231,7 @@ def _read_record(cache: Any, name: bytes) -> bytes:
 
 
 def _find_probes(cache: Any) -> list[bytes]:
-    """Keys, one of every shard: inserting them pushes out whatever the shards keep in memory."""
+    """Return one key per shard: inserting them pushes out the entries that the shards keep in memory."""
     found: list[bytes] = []
     for number in range(1000):
         before = cache.entries
@@ -244,7 +241,7 @@ def _find_probes(cache: Any) -> list[bytes]:
             found.append(probe)
         if len(found) == _SHARDS:
             return found
-    raise RuntimeError(f"{len(found)} shards instead of {_SHARDS}")
+    raise RuntimeError(f"found {len(found)} shards instead of {_SHARDS}")
 
 
 def _import_foyer() -> Any:

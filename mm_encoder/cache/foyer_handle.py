@@ -1,4 +1,4 @@
-"""foyer's open handle and its lifetime: calls in flight, close, and panics as exceptions."""
+"""The open foyer handle: calls in flight, close with a timeout, and translation of panics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class HandleClosed(Exception):
-    """It is closed, or belongs to the parent process."""
+    """The handle is closed, or belongs to the parent process."""
 
 
 class FoyerPanic(Exception):
@@ -26,7 +26,7 @@ class FoyerPanic(Exception):
 
 
 class OpenHandle:
-    """foyer's handle and the directory's lock. It knows no tier, so that it can close when that is gone."""
+    """foyer's handle and the directory's lock. It refers to no tier, whose finalizer closes it."""
 
     def __init__(self, cache: Any, lock: FileLock) -> None:
         self._cache = cache
@@ -38,7 +38,7 @@ class OpenHandle:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Any]:
-        """The handle, which stays open meanwhile. Raises HandleClosed."""
+        """Hold the handle open for a call. Raises HandleClosed."""
         # In a forked child every call on the parent's handle hangs, and the lock here may never be free.
         if os.getpid() != self._pid:
             raise HandleClosed
@@ -57,7 +57,7 @@ class OpenHandle:
     def close(self) -> None:
         """Wait for the calls in flight, close foyer and release the lock; give up after a timeout."""
         if os.getpid() != self._pid:
-            # Even the handle's destructor hangs in a forked child: one reference too many, and it never runs.
+            # Even the handle's destructor hangs in a forked child; with an extra reference it never runs.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             return
         with self._condition:
@@ -67,16 +67,16 @@ class OpenHandle:
         try:
             thread.start()
         except RuntimeError:
-            # The interpreter is exiting and starts no thread. All entries are on disk; the process's end
-            # closes the rest, if only no destructor is run that may hang.
+            # The interpreter is exiting and starts no thread. All entries are on disk, and the kernel closes
+            # the files; only the destructor must not run, as it may hang.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             return
         thread.join(_CLOSE_TIMEOUT_S)
         if not idle or thread.is_alive():
-            log(logging.ERROR, "it does not close; its directory stays locked until it does")
+            log(logging.ERROR, "close() hangs; the directory stays locked until it returns")
 
     def _close_cache(self) -> None:
-        # The last reference is this one, so that a destructor that hangs is out of everybody's way too.
+        # Drop the last reference in this thread, so that a destructor that hangs blocks nothing else.
         cache, self._cache = self._cache, None
         try:
             with translate_panics():
@@ -89,7 +89,7 @@ class OpenHandle:
 
 @contextlib.contextmanager
 def translate_panics() -> Iterator[None]:
-    """foyer's panics are no Exception, and their class can be had by its name only."""
+    """Raise a panic of foyer as FoyerPanic: its class is no Exception, and is known only by name."""
     try:
         yield
     except BaseException as error:

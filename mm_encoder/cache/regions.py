@@ -21,7 +21,6 @@ _STAMP_NAME = re.compile(rf"{_STAMP}-[0-9a-f.-]+")
 _REGION_NAME = re.compile("foyer-storage-direct-fs-[0-9]{8}")
 _KNOWN_NAME = re.compile("|".join((re.escape(LOCK), _STAMP_NAME.pattern, _REGION_NAME.pattern)))
 
-
 REGION_BYTES = 16 * 1024**2
 """Size of a foyer region, and of its file."""
 _MIN_REGIONS = 4  # with fewer, foyer's close() hangs
