@@ -19,19 +19,8 @@ from pathlib import Path
 
 from ..config import require_int
 from ..errors import CacheError, CacheLockedError
+from . import directory
 from .codec import EntryError, encode
-from .directory import (
-    EntryFile,
-    entry_path,
-    load,
-    open_entry,
-    remove,
-    scan,
-    sweep,
-    temporary_path,
-    touch,
-    write,
-)
 from .entry import DiskStats, DiskTier, Entry
 from .ledger import LEDGER_BYTES, Ledger, Lock
 
@@ -57,7 +46,7 @@ class FileTier(DiskTier):
         self._path = os.path.abspath(path)
         self._budget = max_bytes - LEDGER_BYTES
         self._pid = os.getpid()
-        self._eviction_order: list[EntryFile] = []  # as of the last scan; the next to evict is last
+        self._eviction_order: list[directory.EntryFile] = []  # as of the last scan; the next to evict is last
         self._rescan_needed = False
         self._stats_lock = threading.Lock()
         self._evictions = self._errors = 0
@@ -83,16 +72,16 @@ class FileTier(DiskTier):
         """See DiskTier. A damaged or unreadable file is removed."""
         if self._closed or os.getpid() != self._pid:
             return None
-        path = entry_path(self._path, key)
+        path = directory.entry_path(self._path, key)
         try:
-            with open_entry(path) as (descriptor, status):
+            with directory.open_entry(path) as (descriptor, status):
                 try:
-                    entry = load(descriptor, status, key)
+                    entry = directory.load(descriptor, status, key)
                 except EntryError as error:
                     self._record_error("damaged entry", path, error)
                     self._remove_damaged(path, status)
                     return None
-                touch(descriptor)
+                directory.touch(descriptor)
                 return entry
         except FileNotFoundError:
             return None
@@ -108,7 +97,7 @@ class FileTier(DiskTier):
         """See DiskTier. Also returns False if other processes hold the lock for some seconds."""
         if self._closed or os.getpid() != self._pid:
             return False
-        path = entry_path(self._path, key)
+        path = directory.entry_path(self._path, key)
         try:
             parts = encode(key, entry)
             if sum(map(len, parts)) > self._budget:
@@ -117,9 +106,8 @@ class FileTier(DiskTier):
                 if locked:
                     self._store(path, key, *parts)
                 elif not self._closed:
-                    self._record_error(
-                        "failed write", path, TimeoutError(f"not locked in {_LOCK_TIMEOUT_S:.0f} s")
-                    )
+                    error = TimeoutError(f"the ledger was locked for {_LOCK_TIMEOUT_S:.0f} s")
+                    self._record_error("failed write", path, error)
                 return locked
         except (OSError, ValueError, RuntimeError, MemoryError) as error:
             self._record_error("failed write", path, error)
@@ -146,16 +134,16 @@ class FileTier(DiskTier):
             self._rescan()
         self._ledger.mark_dirty()
         if self._is_stored(path, size):
-            touch(path)
+            directory.touch(path)
             return
         self._evict_to_fit(size)
-        temporary = temporary_path(self._path, key)
+        temporary = directory.temporary_path(self._path, key)
         try:
-            write(temporary, header, payload)
+            directory.write(temporary, header, payload)
             os.replace(temporary, path)
         except BaseException:
             self._ledger.clean = False  # until the temporary file is removed
-            remove(temporary)
+            directory.remove(temporary)
             self._ledger.clean = True
             raise
         self._ledger.add(1, size)
@@ -168,7 +156,7 @@ class FileTier(DiskTier):
             return False
         if stat.S_ISREG(status.st_mode) and status.st_size == size:
             return True
-        remove(path)
+        directory.remove(path)
         self._rescan()
         return False
 
@@ -189,7 +177,7 @@ class FileTier(DiskTier):
             # A file used since the scan is newer than all unused ones: skip it. After two rescans evict it
             # nevertheless, or readers that keep using every entry could hold this thread here forever.
             if status.st_mtime_ns == file.used_ns or rescans >= 2:
-                remove(file.path)
+                directory.remove(file.path)
                 self._ledger.add(-1, -status.st_size)
                 with self._stats_lock:
                     self._evictions += 1
@@ -198,8 +186,8 @@ class FileTier(DiskTier):
     def _rescan(self) -> None:
         """Scan and sweep the directory; renew the eviction order and the ledger's counts."""
         self._rescan_needed = False
-        listing = scan(self._path)
-        sweep(listing)
+        listing = directory.scan(self._path)
+        directory.sweep(listing)
         self._eviction_order = sorted(listing.entries, reverse=True)
         self._ledger.entries = len(self._eviction_order)
         self._ledger.bytes = sum(file.bytes for file in self._eviction_order)
@@ -212,7 +200,7 @@ class FileTier(DiskTier):
                 status = os.lstat(path)
                 if read is not None and (status.st_dev, status.st_ino) != (read.st_dev, read.st_ino):
                     return
-                remove(path)
+                directory.remove(path)
                 if locked:
                     self._ledger.add(-1, -status.st_size)
                     self._ledger.clean = False  # its counted size may have been another

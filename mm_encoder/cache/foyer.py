@@ -112,9 +112,8 @@ class FoyerTier(DiskTier):
         return False
 
     def stats(self) -> DiskStats:
-        """See DiskTier. foyer lists no entries, so `entries` counts what this tier wrote, even if overwritten
-        since, and nothing found at the start; `bytes` is the size of the region files, and `evictions` counts
-        entries that turned out to lack a record.
+        """See DiskTier. foyer lists no entries: `entries` counts all that this tier wrote, lost or not.
+        `bytes` is the size of the region files. `evictions` counts entries that turned out to lack a record.
         """
         return DiskStats(self._written, self._bytes, self._evictions, self._errors)
 
@@ -167,11 +166,9 @@ class FoyerTier(DiskTier):
         attempt = used[-1] + 1 if used else 0
         if whole > self._max_chunks or attempt == _MAX_MANIFESTS:
             raise ValueError(f"{len(payload)} bytes of rows are too many, or were damaged {len(used)} times")
+        chunks = [self._chunk_name(nonce, index) for index in range(whole)]
         for first in range(0, whole, _CHUNKS_PER_BATCH):
-            names = [
-                self._chunk_name(nonce, index)
-                for index in range(first, min(first + _CHUNKS_PER_BATCH, whole))
-            ]
+            names = chunks[first : first + _CHUNKS_PER_BATCH]
             for index, name in enumerate(names, first):
                 cache.insert(name, bytes(payload[index * _CHUNK_BYTES : (index + 1) * _CHUNK_BYTES]))
             if not self._wait_until_written(cache, names):

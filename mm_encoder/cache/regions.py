@@ -58,9 +58,7 @@ def acquire_lock(path: Path) -> FileLock:
         _require_cache(path)
         lock.acquire(blocking=False)
     except Timeout as error:
-        raise CacheLockedError(
-            f"{path} is in use by another encoder; with foyer each encoder needs its own directory"
-        ) from error
+        raise CacheLockedError(f"{path} is in use by another encoder; use another directory") from error
     except OSError as error:
         raise CacheError(f"the cache cannot be opened in {path}: {error}") from error
     return lock
@@ -76,9 +74,7 @@ def _require_cache(path: Path) -> None:
 
 
 def allocate(path: Path, regions: int) -> bytes:
-    """Wipe a cache of another capacity or format, and allocate every region. Return the generation, which
-    starts every record's name.
-    """
+    """Wipe a cache of another size or format, allocate all regions, and return the prefix of record names."""
     files = {f"foyer-storage-direct-fs-{index:08d}" for index in range(regions)}
     prefix = f"{_STAMP}-{_FORMAT}-{regions}-"
     found = set(os.listdir(path)) - {LOCK}

@@ -202,9 +202,7 @@ class Cache:
                 self._store(key, pending)
             except Exception:
                 self.count("errors")
-                logger.exception(
-                    "a result could not be stored in the cache", extra={"mm_event": "cache_error"}
-                )
+                logger.exception("a result could not be cached", extra={"mm_event": "cache_error"})
             with self._lock:
                 del self._backlog[key]
                 self._backlog_bytes -= pending.nbytes
