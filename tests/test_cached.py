@@ -227,7 +227,7 @@ def test_other_weights_are_another_identity(
 ) -> None:
     import shutil
 
-    from .cache.test_key import rewritten, tensors
+    from .cache.conftest import rewritten, tensors
 
     other = Path(shutil.copytree(glm53_checkpoint, tmp_path / "checkpoint"))
     make(**on_disk(tmp_path / "cache")).generate(png())
