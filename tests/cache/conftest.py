@@ -102,7 +102,7 @@ def put(tier: FileTier, *numbers: int) -> None:
         assert tier.put(key(number), entry(key(number)))
 
 
-def kept(path: Path) -> set[str]:
+def stored_keys(path: Path) -> set[str]:
     return {Path(found.path).stem for found in scan(str(path)).entries}
 
 

@@ -36,7 +36,7 @@ from .conftest import BUDGET, MIB, bytes_in, entry, key, put, same
 ROUNDS = 200 if os.environ.get("FUZZ") else 20
 
 
-def in_a_process_of_its_own(function: Callable[..., None], *arguments: Any) -> Any:
+def run_in_own_process(function: Callable[..., None], *arguments: Any) -> Any:
     """What `function` prints as JSON."""
     program = f"""
 import faulthandler, sys, torch
@@ -68,8 +68,8 @@ def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_killed_at_any_time(path: Path) -> None:
-    found = in_a_process_of_its_own(kill_writers, str(path), ROUNDS)
+def test_a_directory_is_consistent_after_a_kill_at_any_moment(path: Path) -> None:
+    found = run_in_own_process(kill_writers, str(path), ROUNDS)
     assert found["wrong"] == []
     assert found["hits"] > ROUNDS
     assert found["most bytes"] <= KILL_BUDGET
@@ -120,8 +120,8 @@ def kill_writers(path: str, rounds: int) -> None:
     print(json.dumps(found))
 
 
-def test_a_forked_child_keeps_out(path: Path) -> None:
-    assert in_a_process_of_its_own(fork_with_a_tier, str(path)) == "fine"
+def test_a_forked_child_neither_reads_nor_writes(path: Path) -> None:
+    assert run_in_own_process(fork_with_a_tier, str(path)) == "fine"
 
 
 def fork_with_a_tier(path: str) -> None:
@@ -163,8 +163,8 @@ def fork_with_a_tier(path: str) -> None:
     print(json.dumps("fine"))
 
 
-def test_another_process_has_it_until_it_is_killed(path: Path) -> None:
-    assert in_a_process_of_its_own(hold_and_be_killed, str(path)) == "fine"
+def test_a_killed_process_releases_the_lock_despite_a_forked_child(path: Path) -> None:
+    assert run_in_own_process(hold_and_be_killed, str(path)) == "fine"
 
 
 def hold_and_be_killed(path: str) -> None:
@@ -194,7 +194,7 @@ def hold_and_be_killed(path: str) -> None:
 
 
 def test_a_writer_killed_at_the_rename_is_followed_by_another(path: Path) -> None:
-    assert in_a_process_of_its_own(kill_at_the_rename, str(path)) == "fine"
+    assert run_in_own_process(kill_at_the_rename, str(path)) == "fine"
 
 
 def kill_at_the_rename(path: str) -> None:
@@ -224,8 +224,8 @@ def kill_at_the_rename(path: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_four_processes_share_a_directory(path: Path, tmp_path: Path, seed: int) -> None:
-    found = in_a_process_of_its_own(share, str(path), str(tmp_path), seed, True)
+def test_four_processes_share_a_directory_within_the_budget(path: Path, tmp_path: Path, seed: int) -> None:
+    found = run_in_own_process(share, str(path), str(tmp_path), seed, True)
     assert found["exit codes"] == [-signal.SIGKILL, 0, 0, 0]
     for one in found["workers"]:
         assert one["wrong"] == []
@@ -239,7 +239,7 @@ def test_four_processes_share_a_directory(path: Path, tmp_path: Path, seed: int)
 
 def test_without_the_ledgers_lock_four_processes_disturb_each_other(path: Path, tmp_path: Path) -> None:
     """The control of the test above."""
-    found = in_a_process_of_its_own(share, str(path), str(tmp_path), 0, False)
+    found = run_in_own_process(share, str(path), str(tmp_path), 0, False)
     assert sum(one["beside another"] + len(one["wrong"]) + one["errors"] for one in found["workers"]) > 0
 
 

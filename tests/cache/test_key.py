@@ -41,31 +41,31 @@ def key(identity: dict[str, str] = IDENTITY, content: str = "cd" * 32, **options
     return Keys(identity).key(content, ImageOptions(**options))
 
 
-def test_a_key_is_32_bytes_and_the_same_for_the_same() -> None:
+def test_a_key_is_32_bytes_and_deterministic() -> None:
     assert len(key()) == 32
     assert key() == key(dict(reversed(IDENTITY.items())))
     assert Keys(IDENTITY).key("x", None) == Keys(IDENTITY).key("x", ImageOptions())
 
 
 @pytest.mark.parametrize("name", IDENTITY)
-def test_every_field_of_identity_counts(name: str) -> None:
+def test_every_identity_field_changes_the_key(name: str) -> None:
     assert key(IDENTITY | {name: IDENTITY[name] + " "}) != key()
     assert key({n: v for n, v in IDENTITY.items() if n != name}) != key()
 
 
-def test_content_and_options_count() -> None:
+def test_content_and_options_change_the_key() -> None:
     assert key(content="cd" * 31 + "ce") != key()
     assert key(exif_orientation=False) != key()
 
 
-def test_fields_are_framed() -> None:
+def test_field_boundaries_change_the_digest() -> None:
     """No text can run over from one field into the next."""
     assert digest([("a", "bc")]) != digest([("ab", "c")])
     assert digest([("a", ""), ("b", "")]) != digest([("a", "b"), ("", "")])
     assert digest([("a", "b")]) != digest([("a", "b"), ("", "")])
 
 
-def test_an_epoch_is_like_no_other() -> None:
+def test_every_epoch_has_its_own_keys() -> None:
     keys, others = Keys(IDENTITY), Keys(IDENTITY)
     seen = {keys.key("x", None)}
     for one in (keys, others, keys):
@@ -74,14 +74,14 @@ def test_an_epoch_is_like_no_other() -> None:
     assert len(seen) == 4
 
 
-def test_what_is_printed_is_what_the_key_covers() -> None:
+def test_fields_lists_everything_the_key_covers() -> None:
     fields = Keys(IDENTITY).fields("cd" * 32, ImageOptions(exif_orientation=False))
     assert fields | IDENTITY == fields
     assert fields["content"] == "cd" * 32
     assert fields["exif_orientation"] == "False"
 
 
-def test_neither_process_nor_hash_seed_matters() -> None:
+def test_a_key_is_the_same_in_every_process() -> None:
     program = (
         "import sys, torch\n"
         "from mm_encoder.cache.key import Keys\n"
@@ -130,7 +130,7 @@ def test_the_weights_digest_does_not_depend_on_the_shards(checkpoint: Path) -> N
 
 
 @pytest.mark.parametrize("change", ["a bit", "a shape", "a name", "a dtype", "one less"])
-def test_every_property_of_a_vision_tensor_counts(checkpoint: Path, change: str) -> None:
+def test_every_change_of_a_vision_tensor_changes_the_digest(checkpoint: Path, change: str) -> None:
     opened = Checkpoint(checkpoint)
     _, family = load_family(checkpoint, None)
     before = opened.digest(family.scopes)
@@ -153,13 +153,15 @@ def test_every_property_of_a_vision_tensor_counts(checkpoint: Path, change: str)
     assert Checkpoint(checkpoint).digest(family.scopes) != before
 
 
-def test_other_tensors_do_not_count(checkpoint: Path) -> None:
+def test_language_tensors_do_not_change_the_digest(checkpoint: Path) -> None:
     before = identity_of(checkpoint)["weights"]
     rewritten(checkpoint, tensors(checkpoint) | {"model.language_model.norm.weight": torch.ones(3)})
     assert identity_of(checkpoint)["weights"] == before
 
 
-def test_settings_and_dtype_count(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_files_and_dtype_change_the_identity(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = identity_of(checkpoint)
     assert identity_of(checkpoint, torch.bfloat16) != before
     for name in ("torch", "pillow", "simplejpeg"):
@@ -174,7 +176,7 @@ def test_settings_and_dtype_count(checkpoint: Path, monkeypatch: pytest.MonkeyPa
     assert identity_of(checkpoint)["preprocessing"] != other["preprocessing"]
 
 
-def test_what_the_host_may_change_is_asked_for_each_key(checkpoint: Path) -> None:
+def test_process_wide_settings_are_read_for_each_key(checkpoint: Path) -> None:
     _, family = load_family(checkpoint, None)
     made = keys(family, CPU, torch.float32)
     precision = torch.get_float32_matmul_precision()
@@ -197,7 +199,7 @@ def content(image: Any, model: str = "m") -> str:
     return identify(family, MediaLimits(), model)(Job(image))
 
 
-def test_content_is_the_bytes_whatever_carries_them(tmp_path: Path) -> None:
+def test_content_depends_on_the_bytes_not_on_their_carrier(tmp_path: Path) -> None:
     data = case("D06_good.jpg")
     path = tmp_path / "x"
     path.write_bytes(data)
@@ -217,12 +219,12 @@ def alike() -> list[Any]:
     return [*same_bytes, square.reshape(3, 4, 3), grey, index, *files, *shapes, case("D14_same_pixels.bmp")]
 
 
-def test_pictures_that_are_alike_in_one_respect_have_keys_of_their_own() -> None:
+def test_similar_images_have_different_keys() -> None:
     images = alike()
     assert len({content(image) for image in images}) == len(images)
 
 
-def test_control_a_hash_of_the_pixels_alone_confuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_hash_of_the_pixels_alone_confuses_similar_images(monkeypatch: pytest.MonkeyPatch) -> None:
     def pixels_alone(model: str, *fields: Any) -> str:
         return hashlib.sha256(fields[-1]).hexdigest()
 

@@ -16,7 +16,7 @@ from .conftest import CHUNK, MIB, REGIONS, SMALLEST, Fake, Open, entry, key, nee
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_a_missing_record_is_a_miss_and_an_eviction(opened: Open, fake: Any, index: int) -> None:
+def test_a_missing_record_is_a_miss_and_counts_as_eviction(opened: Open, fake: Any, index: int) -> None:
     fake()
     tier = opened()
     assert tier.put(key("a"), entry(3 * CHUNK + 2))
@@ -75,7 +75,7 @@ def test_an_entry_under_another_key_is_a_miss(opened: Open, fake: Any) -> None:
     assert same(tier.get(key("a")), entry(100))
 
 
-def test_chunks_of_another_entry_are_a_miss(opened: Open, fake: Any) -> None:
+def test_swapped_chunks_are_a_miss(opened: Open, fake: Any) -> None:
     fake()
     tier = opened()
     assert tier.put(key("a"), entry(2 * CHUNK))
@@ -85,7 +85,7 @@ def test_chunks_of_another_entry_are_a_miss(opened: Open, fake: Any) -> None:
     assert tier.get(key("a")) is None
 
 
-def test_the_newest_record_of_a_key_is_the_first_to_be_read(opened: Open, fake: Any) -> None:
+def test_the_newest_manifest_of_a_key_is_read_first(opened: Open, fake: Any) -> None:
     fake()
     tier = opened()
     assert tier.put(key("a"), entry(100))
@@ -100,7 +100,7 @@ def test_the_newest_record_of_a_key_is_the_first_to_be_read(opened: Open, fake: 
     assert tier.stats().errors == 0
 
 
-def test_a_key_that_is_damaged_again_and_again_is_given_up(opened: Open, fake: Any) -> None:
+def test_a_key_is_given_up_after_eight_damaged_manifests(opened: Open, fake: Any) -> None:
     fake()
     tier = opened()
     for _ in range(8):
@@ -149,7 +149,9 @@ def deleted(file: Path, _: random.Random) -> None:
 @needs_foyer
 @pytest.mark.parametrize("damage", [zeroed, garbage, truncated, bits_flipped, longer, deleted])
 @pytest.mark.parametrize("which", ["first", "all"])
-def test_damaged_region_files(opened: Open, tmp_path: Path, damage: Any, which: str) -> None:
+def test_damaged_region_files_serve_no_wrong_rows(
+    opened: Open, tmp_path: Path, damage: Any, which: str
+) -> None:
     tier = opened()
     entries = {key(number): entry(size, number) for number, size in enumerate([100, CHUNK, 3 * CHUNK, 9000])}
     for name, each in entries.items():
@@ -174,7 +176,7 @@ def test_damaged_region_files(opened: Open, tmp_path: Path, damage: Any, which: 
 
 
 @needs_foyer
-def test_region_files_that_are_cut_while_open(opened: Open, tmp_path: Path) -> None:
+def test_region_files_truncated_while_open_are_misses(opened: Open, tmp_path: Path) -> None:
     tier = opened()
     each = entry(2 * CHUNK + 100)
     assert tier.put(key("a"), each)

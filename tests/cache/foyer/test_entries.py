@@ -15,7 +15,7 @@ from .conftest import CHUNK, MIB, REGIONS, SMALLEST, Fake, Open, entry, key, nee
 
 
 @needs_foyer
-def test_entries_come_back_as_they_were_put(opened: Open) -> None:
+def test_entries_of_all_sizes_come_back(opened: Open) -> None:
     sizes = [0, 2, CHUNK - 2, CHUNK, CHUNK + 2, 3 * CHUNK - 2, 3 * CHUNK, 3 * CHUNK + 2, 22_000_000]
     tier = opened(2 * SMALLEST)
     for size in sizes:
@@ -31,7 +31,7 @@ def test_entries_come_back_as_they_were_put(opened: Open) -> None:
 
 
 @needs_foyer
-def test_an_entry_owns_its_storage(opened: Open) -> None:
+def test_each_hit_has_its_own_storage(opened: Open) -> None:
     tier = opened()
     assert tier.put(key("a"), entry(1000))
     first, second = tier.get(key("a")), tier.get(key("a"))
@@ -44,7 +44,7 @@ def test_an_entry_owns_its_storage(opened: Open) -> None:
 
 @needs_foyer
 @pytest.mark.parametrize("max_bytes", [SMALLEST, 3 * SMALLEST])
-def test_another_capacity_wipes_what_was_there(opened: Open, tmp_path: Path, max_bytes: int) -> None:
+def test_another_capacity_wipes_the_cache(opened: Open, tmp_path: Path, max_bytes: int) -> None:
     tier = opened(2 * SMALLEST)
     assert tier.put(key("a"), entry(CHUNK))
     tier.close()
@@ -58,7 +58,7 @@ def test_another_capacity_wipes_what_was_there(opened: Open, tmp_path: Path, max
 
 @needs_foyer
 @pytest.mark.parametrize("damage", ["no stamp", "another format", "two stamps", "a region too many"])
-def test_what_does_not_belong_together_is_wiped(opened: Open, tmp_path: Path, damage: str) -> None:
+def test_inconsistent_files_are_wiped(opened: Open, tmp_path: Path, damage: str) -> None:
     tier = opened()
     assert tier.put(key("a"), entry(CHUNK))
     tier.close()
@@ -79,7 +79,7 @@ def test_what_does_not_belong_together_is_wiped(opened: Open, tmp_path: Path, da
 
 
 @needs_foyer
-def test_foyer_evicts_and_that_is_no_error(opened: Open) -> None:
+def test_eviction_by_foyer_is_no_error(opened: Open) -> None:
     tier = opened()
     entries = [entry(size, size) for size in range(2 * CHUNK, 2 * CHUNK + 80, 2)]
     for number, each in enumerate(entries):
@@ -95,7 +95,7 @@ def test_foyer_evicts_and_that_is_no_error(opened: Open) -> None:
 
 
 @needs_foyer
-def test_what_does_not_fit_is_not_kept(opened: Open) -> None:
+def test_invalid_and_too_large_entries_are_not_stored(opened: Open) -> None:
     tier = opened()
     assert not tier.put(key("large"), entry(9 * CHUNK))
     rows, metadata = entry(2)
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_not_kept(opened: Open) -> None:
 
 
 @needs_foyer
-def test_a_header_may_be_long(opened: Open) -> None:
+def test_a_long_header_comes_back(opened: Open) -> None:
     rows, metadata = entry(CHUNK - 2)
     wide = Entry(rows, replace(metadata, grid_thws=((1, 1, 1),) * 130_000))
     tier = opened()
@@ -117,7 +117,7 @@ def test_a_header_may_be_long(opened: Open) -> None:
     assert same(opened().get(key("a")), wide)
 
 
-def test_what_is_there_is_not_written_again(opened: Open, fake: Any) -> None:
+def test_a_stored_entry_is_not_written_again(opened: Open, fake: Any) -> None:
     fake()
     tier = opened()
     assert tier.put(key("a"), entry(2 * CHUNK))

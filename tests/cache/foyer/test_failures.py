@@ -22,7 +22,7 @@ def never(cache: Fake, name: bytes) -> bool:
     return False
 
 
-def test_after_three_unconfirmed_puts_it_is_disabled(
+def test_three_unconfirmed_puts_in_a_row_disable_the_tier(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(foyer, "_CONFIRM_TIMEOUT_S", 0.01)
@@ -49,7 +49,7 @@ def test_after_three_unconfirmed_puts_it_is_disabled(
     assert opened().put(key("a"), entry(100))  # the directory was given free
 
 
-def test_failures_that_are_not_in_a_row_disable_nothing(
+def test_failures_between_successes_do_not_disable_the_tier(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(foyer, "_CONFIRM_TIMEOUT_S", 0.01)
@@ -62,7 +62,7 @@ def test_failures_that_are_not_in_a_row_disable_nothing(
     assert tier.stats().errors == 8
 
 
-def test_a_chunk_that_is_not_confirmed_leaves_no_manifest(
+def test_an_unconfirmed_chunk_leaves_no_manifest(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(foyer, "_CONFIRM_TIMEOUT_S", 0.01)
@@ -72,7 +72,7 @@ def test_a_chunk_that_is_not_confirmed_leaves_no_manifest(
     assert Fake.made.entry_records() == []
 
 
-def test_a_close_that_hangs_is_given_up(
+def test_a_hanging_close_is_abandoned_and_keeps_the_lock(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(foyer_handle, "_CLOSE_TIMEOUT_S", 0.01)
@@ -93,7 +93,7 @@ def test_a_close_that_hangs_is_given_up(
     opened()
 
 
-def test_close_ends_the_wait_for_confirmation(
+def test_close_ends_a_put_that_waits_for_confirmation(
     opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(foyer, "_CONFIRM_TIMEOUT_S", 1000.0)
@@ -117,9 +117,7 @@ def test_close_ends_the_wait_for_confirmation(
     opened()  # close had not to give up
 
 
-def test_a_get_that_hangs_does_not_hold_up_close(
-    opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_get_does_not_block_close(opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foyer_handle, "_CLOSE_TIMEOUT_S", 0.01)
     hangs, opens = threading.Event(), threading.Event()
 
@@ -180,7 +178,7 @@ def test_errors_of_foyer_are_misses(opened: Open, fake: Any, error: BaseExceptio
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_interrupts_pass(opened: Open, fake: Any, kind: type[BaseException]) -> None:
+def test_interrupts_are_raised_and_not_counted(opened: Open, fake: Any, kind: type[BaseException]) -> None:
     fake()
     tier = opened()
     assert tier.put(key("a"), entry(100))
@@ -199,7 +197,7 @@ def test_interrupts_pass(opened: Open, fake: Any, kind: type[BaseException]) -> 
 
 
 @needs_foyer
-def test_after_close_all_is_a_miss(opened: Open) -> None:
+def test_every_get_after_close_is_a_miss(opened: Open) -> None:
     tier = opened()
     assert tier.put(key("a"), entry(100))
     tier.close()
@@ -212,7 +210,7 @@ def test_after_close_all_is_a_miss(opened: Open) -> None:
 
 @needs_foyer
 @pytest.mark.threads
-def test_readers_while_it_writes_and_closes(opened: Open) -> None:
+def test_readers_get_right_rows_during_puts_and_close(opened: Open) -> None:
     tier = opened(2 * SMALLEST)
     entries = [entry(CHUNK // 2 * (number % 5), number) for number in range(10)]
     wrong: list[int] = []

@@ -20,7 +20,7 @@ from ...helpers import outcome_of
 from .conftest import CHUNK, MIB, REGIONS, SMALLEST, Fake, Open, entry, key, needs_foyer, same
 
 
-def test_without_foyer_the_error_says_what_to_install(
+def test_without_foyer_the_error_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "foyer", None)
@@ -35,7 +35,7 @@ def test_another_package_of_that_name_is_not_foyer(tmp_path: Path, monkeypatch: 
         FoyerTier(tmp_path, SMALLEST)
 
 
-def test_another_version_that_keeps_nothing_in_memory_is_refused(opened: Open, fake: Any) -> None:
+def test_a_version_that_keeps_nothing_in_memory_is_refused(opened: Open, fake: Any) -> None:
     fake(entries=0)
     with pytest.raises(CacheError, match=r"found 0 shards instead of 8"):
         opened()
@@ -45,7 +45,7 @@ def test_another_version_that_keeps_nothing_in_memory_is_refused(opened: Open, f
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1, 16 * MIB, SMALLEST - 1])
-def test_too_little_room_is_refused(tmp_path: Path, fake: Any, max_bytes: int) -> None:
+def test_a_budget_below_the_minimum_is_refused(tmp_path: Path, fake: Any, max_bytes: int) -> None:
     fake()
     with pytest.raises(
         CacheError, match=rf"at least {SMALLEST} bytes \(64 MiB\).* got {max_bytes}, rounded down"
@@ -55,14 +55,14 @@ def test_too_little_room_is_refused(tmp_path: Path, fake: Any, max_bytes: int) -
 
 
 @pytest.mark.parametrize("max_bytes", [64.0 * MIB, "64", True])
-def test_room_is_an_int(tmp_path: Path, fake: Any, max_bytes: Any) -> None:
+def test_max_bytes_must_be_an_int(tmp_path: Path, fake: Any, max_bytes: Any) -> None:
     fake()
     with pytest.raises(TypeError, match="max_bytes must be an int"):
         FoyerTier(tmp_path, max_bytes)
 
 
 @needs_foyer
-def test_all_of_the_room_is_taken_at_once_and_no_more_later(opened: Open, tmp_path: Path) -> None:
+def test_the_whole_budget_is_allocated_at_open_and_not_exceeded(opened: Open, tmp_path: Path) -> None:
     tier = opened(SMALLEST + 16 * MIB - 1)
     files = sorted((tmp_path / "cache").glob(REGIONS))
     assert [file.stat().st_size for file in files] == [16 * MIB] * 4
@@ -76,7 +76,7 @@ def test_all_of_the_room_is_taken_at_once_and_no_more_later(opened: Open, tmp_pa
 
 
 @pytest.mark.parametrize("error", [28, 122])
-def test_a_full_disk_is_seen_when_it_is_made(
+def test_a_full_disk_is_reported_at_open(
     opened: Open, fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     fake()
@@ -95,7 +95,7 @@ def test_a_full_disk_is_seen_when_it_is_made(
 
 @needs_foyer
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
-def test_a_small_disk_is_seen_when_it_is_made(tmp_path: Path) -> None:
+def test_a_small_disk_is_reported_at_open(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=100m", "small", str(tmp_path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this system lets no disk be mounted")
@@ -111,7 +111,7 @@ def test_a_small_disk_is_seen_when_it_is_made(tmp_path: Path) -> None:
 
 
 @needs_foyer
-def test_too_few_descriptors_are_refused(tmp_path: Path) -> None:
+def test_too_few_file_descriptors_are_refused(tmp_path: Path) -> None:
     program = """
         import resource
         from mm_encoder.cache.foyer import FoyerTier
@@ -129,7 +129,7 @@ def test_too_few_descriptors_are_refused(tmp_path: Path) -> None:
     assert "may open 100 (ulimit -n)" in output
 
 
-def test_a_directory_of_others_is_left_as_it_is(tmp_path: Path, fake: Any) -> None:
+def test_a_directory_of_foreign_files_is_refused_and_unchanged(tmp_path: Path, fake: Any) -> None:
     fake()
     names = ["a", "b", "foyer-storage-direct-fs-00000000.bak", "z"]
     for name in names:
@@ -149,7 +149,7 @@ def test_the_two_backends_refuse_each_others_directory(tmp_path: Path, fake: Any
         FileTier(tmp_path / "foyer", SMALLEST)
 
 
-def test_a_path_that_can_be_no_directory_is_refused(tmp_path: Path, fake: Any) -> None:
+def test_a_file_in_the_path_is_refused(tmp_path: Path, fake: Any) -> None:
     fake()
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file" / "cache"):
@@ -157,7 +157,7 @@ def test_a_path_that_can_be_no_directory_is_refused(tmp_path: Path, fake: Any) -
             FoyerTier(path, SMALLEST)
 
 
-def test_a_link_in_the_place_of_a_region_is_not_followed(tmp_path: Path, fake: Any) -> None:
+def test_a_link_in_place_of_a_region_is_not_followed(tmp_path: Path, fake: Any) -> None:
     fake()
     FoyerTier(tmp_path / "cache", SMALLEST).close()
     theirs = tmp_path / "theirs"
@@ -172,7 +172,7 @@ def test_a_link_in_the_place_of_a_region_is_not_followed(tmp_path: Path, fake: A
 
 
 @needs_foyer
-def test_a_directory_belongs_to_one_at_a_time(opened: Open, tmp_path: Path) -> None:
+def test_a_second_open_of_a_directory_is_refused(opened: Open, tmp_path: Path) -> None:
     tier = opened()
     with pytest.raises(CacheLockedError, match=f"{tmp_path}/cache is in use"):
         opened()
@@ -195,7 +195,7 @@ def test_a_directory_belongs_to_one_at_a_time(opened: Open, tmp_path: Path) -> N
 
 
 @needs_foyer
-def test_a_dropped_tier_is_closed(opened: Open, tmp_path: Path) -> None:
+def test_a_collected_tier_is_closed(opened: Open, tmp_path: Path) -> None:
     tier = FoyerTier(tmp_path / "cache", SMALLEST)
     assert tier.put(key("a"), entry(100))
     del tier

@@ -39,7 +39,7 @@ def outcome(program: str, path: Path, limit: int = 20) -> tuple[int, str, str]:
 
 
 @needs_foyer
-def test_a_forked_child_touches_nothing(tmp_path: Path) -> None:
+def test_a_forked_child_neither_reads_nor_writes(tmp_path: Path) -> None:
     program = """
 tier = FoyerTier(CHECKPOINT, 2**26)
 assert tier.put(key("a"), entry(1000, 0))
@@ -74,7 +74,7 @@ assert tier.get(key("b")) is None
 
 
 @needs_foyer
-def test_a_forked_child_may_open_one_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_may_open_its_own_tier(tmp_path: Path) -> None:
     program = """
 tier = FoyerTier(CHECKPOINT + "/parent", 2**26)
 child = os.fork()
@@ -89,7 +89,7 @@ print(os.waitpid(child, 0)[1])
 
 @needs_foyer
 @pytest.mark.parametrize("busy", ["nothing", "get", "put"])
-def test_the_interpreter_exits_without_close(opened: Open, tmp_path: Path, busy: str) -> None:
+def test_the_interpreter_exits_with_an_open_tier(opened: Open, tmp_path: Path, busy: str) -> None:
     # A thread that comes back from foyer when the interpreter is gone would abort the process.
     program = f"""
 tier = FoyerTier(CHECKPOINT, 2**26)
@@ -122,7 +122,7 @@ print("end")
 
 
 @needs_foyer
-def test_the_interpreter_exits_although_foyer_does_not_close(tmp_path: Path) -> None:
+def test_the_interpreter_exits_while_close_hangs(tmp_path: Path) -> None:
     program = """
 import foyer, types
 import mm_encoder.cache.foyer_handle as handles
@@ -146,7 +146,7 @@ print("end")
 
 
 @needs_foyer
-def test_killed_at_any_moment(tmp_path: Path) -> None:
+def test_confirmed_entries_survive_a_kill_at_any_moment(tmp_path: Path) -> None:
     """What was put is there afterwards, and nothing that is wrong."""
     rounds = 60 if os.environ.get("FUZZ") else 5
     program = f"""
