@@ -1,5 +1,5 @@
-"""What the tests of the disk tiers share. An entry follows from its key, so any process can tell whether what
-it got is right.
+"""Shared parts of the cache tests. An entry is derived from its key, so every process can check the rows that
+it reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mm_encoder.contract import ImageMetadata
 
 MIB = 1024**2
 BUDGET = 64 * MIB
-"""More than any of the tests needs, and the least that every backend takes."""
+"""Enough for every test, and the smallest budget that every backend accepts."""
 
 
 def key(number: int) -> bytes:
@@ -32,7 +32,7 @@ def key(number: int) -> bytes:
 
 
 def entry(of: bytes, length: int = 3, width: int = 64, dtype: torch.dtype = torch.bfloat16) -> Entry:
-    """Rows of arbitrary bits (NaNs of all kinds among them), which depend on key and shape."""
+    """Rows of arbitrary bits (including all kinds of NaN), derived from key and shape."""
     data = hashlib.shake_128(of).digest(length * width * dtype.itemsize)
     rows = torch.empty(length, width, dtype=dtype, device="cpu")
     rows.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(data, np.uint8)
@@ -56,7 +56,7 @@ def metadata(of: bytes, length: int, width: int, dtype: torch.dtype, /, **change
 
 
 def same(got: Entry | None, wanted: Entry) -> bool:
-    """Bit for bit, which `torch.equal` is not for NaNs."""
+    """Compare bit for bit; `torch.equal` does not for NaNs."""
     return (
         got is not None
         and got.metadata == wanted.metadata
@@ -66,7 +66,7 @@ def same(got: Entry | None, wanted: Entry) -> bool:
 
 
 def bytes_in(directory: str | os.PathLike[str]) -> int:
-    """Of all files below, each counted once though it be renamed meanwhile."""
+    """Sum the sizes of all files below `directory`; a file renamed meanwhile is counted once."""
     sizes: dict[int, int] = {}
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -108,7 +108,7 @@ def stored_keys(path: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def file_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """What the file of one small entry takes."""
+    """Size of the file of one small entry."""
     path = tmp_path_factory.mktemp("one")
     tier = FileTier(path, BUDGET)
     put(tier, 0)

@@ -1,4 +1,4 @@
-"""An entry comes back bit for bit, and whatever is not a whole and right entry is an EntryError."""
+"""Entries come back bit for bit; bytes that are not a complete, valid entry raise EntryError."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serialized(of: bytes, what: Entry) -> bytes:
 
 
 def read(data: bytes, of: bytes = KEY) -> Entry:
-    """As a tier reads an entry."""
+    """Read an entry as a tier does."""
     header = read_header(data)
     if len(data) != header.header_bytes + header.payload_bytes:
         raise EntryError(f"{len(data)} bytes")
@@ -45,7 +45,7 @@ PAYLOAD_BYTES = 3 * 5 * 2
 
 
 def forged(described: Any = None, *, payload: bytes = GOOD[-PAYLOAD_BYTES:], number: int = FORMAT) -> bytes:
-    """An entry whose checksums are right, whatever it says; `described` is its JSON, as text or as values."""
+    """An entry with right checksums and arbitrary contents; `described` is its JSON, as bytes or values."""
     text = described if isinstance(described, bytes) else json.dumps(described or good_json()).encode()
     head = struct.pack("<8sIIQ32s", GOOD[:8], number, len(text), len(payload), KEY)
     head += xxhash.xxh3_128_digest(payload)
@@ -57,7 +57,7 @@ def good_json() -> dict[str, Any]:
     return text
 
 
-# --- there and back ----------------------------------------------------------------------------------
+# --- round trips -------------------------------------------------------------------------------------
 
 ints = st.integers(0, 2**70)
 
@@ -185,7 +185,7 @@ def test_every_truncation_is_detected() -> None:
     for cut in range(len(GOOD)):
         with pytest.raises(EntryError):
             read(GOOD[:cut])
-        if cut < len(GOOD) - PAYLOAD_BYTES:  # the header's part: it is not for the caller to find
+        if cut < len(GOOD) - PAYLOAD_BYTES:  # within the header, which must detect it itself
             with pytest.raises(EntryError, match=r"^\d+ bytes, but (a head|the header) has \d+$"):
                 read_header(GOOD[:cut])
 
@@ -230,7 +230,7 @@ def test_a_future_format_is_refused_by_number() -> None:
 
 
 def test_huge_lengths_are_refused_before_allocation() -> None:
-    """And neither the JSON nor the rows are read to find out: there is nothing of them."""
+    """Neither JSON nor rows are needed for that: the data has none."""
     head = bytearray(GOOD[:HEAD_BYTES])
     struct.pack_into("<I", head, 12, 2**32 - 1)
     with pytest.raises(EntryError, match="4294967295 bytes of JSON, more than"):
@@ -329,7 +329,7 @@ def test_metadata_of_the_wrong_type_is_refused(name: str, value: Any) -> None:
 
 
 def test_every_compared_field_of_metadata_is_stored() -> None:
-    """A field that is new in ImageMetadata must be thought of here, and FORMAT with it."""
+    """A new field of ImageMetadata must be decided on here, together with FORMAT."""
     kept = set(good_json()["metadata"])
     assert kept == set(ImageMetadata.__dataclass_fields__) - {"cache", "timings"}
     assert FORMAT == 1

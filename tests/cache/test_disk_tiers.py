@@ -1,4 +1,4 @@
-"""What every disk tier does, seen through the seam alone."""
+"""Behaviour that every disk tier shares, tested through the DiskTier interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mm_encoder.errors import CacheError, CacheLockedError
 from .conftest import bytes_in, entry, key, same
 
 MIB = 1024**2
-BUDGET = 64 * MIB  # the least that every backend takes
+BUDGET = 64 * MIB  # the smallest that every backend accepts
 
 BACKENDS: dict[str, Callable[[Path], DiskTier]] = {
     "files": lambda path: FileTier(path, BUDGET),
@@ -32,7 +32,7 @@ Opener = Callable[[], DiskTier]
 
 @pytest.fixture(params=list(BACKENDS))
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
-    """Opens the same directory each time; what is left open is closed at the end."""
+    """Open a tier, in the same directory each time; all are closed at the end."""
     if request.param == "foyer":
         pytest.importorskip("foyer", reason="needs foyer-py, which needs Python 3.12 or newer")
     tiers: list[DiskTier] = []
@@ -131,7 +131,7 @@ def test_an_entry_larger_than_the_budget_is_not_stored(tier: DiskTier) -> None:
 
 
 def test_the_files_stay_within_the_budget(tier: DiskTier, tmp_path: Path) -> None:
-    """Over sizes of all kinds, and what is still there is right."""
+    """With entries of many sizes; every entry that is left has the right rows."""
     chance = random.Random(0)
     lengths = [chance.choice([1, 100, 400, 1000]) for _ in range(80)]
     kept = 0

@@ -1,5 +1,5 @@
-"""The tier of plain files: order of eviction, the budget at every moment, whose directory it is, what the
-file system may do.
+"""The files tier: eviction order, the budget at every moment, ownership of the directory, errors of the file
+system.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_the_least_recently_used_entry_is_evicted_first(path: Path, file_bytes: 
     put(tier, 0, 1, 2, 3)
     assert tier.stats() == (4, 4 * file_bytes, 0, 0)
     assert tier.get(key(0)) is not None
-    put(tier, 1)  # which is a use, too
+    put(tier, 1)  # counts as a use, too
     put(tier, 4)
     assert stored_keys(path) == {key(number).hex() for number in (0, 1, 3, 4)}
     put(tier, 5)
@@ -61,7 +61,7 @@ def test_the_eviction_order_survives_a_reopen(path: Path, file_bytes: int) -> No
     for number in (2, 0, 4):
         assert tier.get(key(number)) is not None
     tier.close()
-    tier = FileTier(path, 3 * file_bytes + LEDGER_BYTES)  # evicts what is over a smaller budget
+    tier = FileTier(path, 3 * file_bytes + LEDGER_BYTES)  # evicts down to the smaller budget
     assert stored_keys(path) == {key(number).hex() for number in (2, 0, 4)}
     assert tier.stats() == (3, 3 * file_bytes, 3, 0)
     put(tier, 7)
@@ -71,7 +71,7 @@ def test_the_eviction_order_survives_a_reopen(path: Path, file_bytes: int) -> No
 
 @pytest.mark.parametrize("seed", range(5))
 def test_eviction_equals_an_exact_lru_model(path: Path, seed: int) -> None:
-    """Against a model, entries of all sizes, reopened now and then."""
+    """Compared with a model, for entries of all sizes, with reopening now and then."""
     chance = random.Random(seed)
     budget, model = 40_000, OrderedDict[int, int]()
     tier = FileTier(path, budget)
@@ -100,7 +100,7 @@ def test_eviction_equals_an_exact_lru_model(path: Path, seed: int) -> None:
 
 
 def test_the_files_never_exceed_the_budget(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at behind every write, of which there are several to an entry."""
+    """Measured after every write, of which an entry takes several."""
     budget, most = 400_000, 0
     write = os.write
 
@@ -138,7 +138,7 @@ def test_an_entry_of_exactly_the_budget_fits(path: Path, file_bytes: int) -> Non
 def test_readers_that_use_every_entry_do_not_block_eviction(
     path: Path, file_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Entries that are used between the scan and the eviction, every one, every time."""
+    """Every entry is used between the scan and the eviction, every time."""
     tier = FileTier(path, 3 * file_bytes + LEDGER_BYTES)
     put(tier, 0, 1, 2)
     lstat = os.lstat
@@ -172,7 +172,7 @@ def test_no_file_stays_open_and_memory_keeps_no_key(tier: FileTier) -> None:
     for number in range(40):
         tier.get(key(number))
     assert len(os.listdir("/proc/self/fd")) == before
-    assert len(tier._eviction_order) == 0  # the last scan's
+    assert len(tier._eviction_order) == 0  # as of the last scan
 
 
 def test_many_entries_are_found_after_a_reopen(path: Path) -> None:
@@ -186,7 +186,7 @@ def test_many_entries_are_found_after_a_reopen(path: Path) -> None:
     tier.close()
 
 
-# --- what is and is not a cache's directory ----------------------------------------------------------
+# --- the directory -----------------------------------------------------------------------------------
 
 
 def test_the_directory_is_created_with_parents_for_the_owner_only(tmp_path: Path) -> None:
@@ -253,13 +253,13 @@ def test_unusable_paths_raise_cache_error(path: Path, where: str, monkeypatch: p
     with pytest.raises(CacheError, match=str(used)):
         FileTier(used, BUDGET)
     monkeypatch.undo()
-    if where == "no space":  # it gave the lock free
+    if where == "no space":  # the failed open released the lock
         FileTier(used, BUDGET).close()
 
 
 def test_a_directory_that_is_not_writable_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.mkdir()
-    monkeypatch.setattr(os, "access", lambda *_: False)  # as whom nothing is forbidden, tests may well run
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may write everywhere
     with pytest.raises(CacheError, match=f"{path} is not writable"):
         FileTier(path, BUDGET)
 
@@ -271,7 +271,7 @@ def test_invalid_budgets_are_refused(path: Path, max_bytes: Any) -> None:
     assert not path.exists()
 
 
-# --- the file system at fault ------------------------------------------------------------------------
+# --- errors of the file system -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.EACCES])
@@ -279,7 +279,7 @@ def test_invalid_budgets_are_refused(path: Path, max_bytes: Any) -> None:
 def test_a_failed_put_leaves_no_file(
     path: Path, file_bytes: int, monkeypatch: pytest.MonkeyPatch, code: int, function: str
 ) -> None:
-    """With eviction on its way; and then it works again."""
+    """Although it evicted before it failed; the next put succeeds."""
     tier = FileTier(path, 2 * file_bytes + LEDGER_BYTES)
     put(tier, 0, 1)
     written = 0
@@ -337,7 +337,7 @@ def test_a_failing_utime_does_not_fail_the_get(tier: FileTier, monkeypatch: pyte
 
 @contextmanager
 def mounted(path: Path, size: int) -> Iterator[None]:
-    """A file system of `size` bytes in memory; the test is skipped where mounting is not allowed."""
+    """Mount a tmpfs of `size` bytes; skips the test where mounting is not allowed."""
     path.mkdir(parents=True, exist_ok=True)
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "mm-encoder-test", str(path)], capture_output=True
@@ -384,7 +384,7 @@ def test_a_read_only_disk_can_be_verified_but_not_opened_or_cleared(path: Path) 
         assert file_of(path, 0).exists()
 
 
-# --- who has it --------------------------------------------------------------------------------------
+# --- locks and sharing -------------------------------------------------------------------------------
 
 
 def test_shared_and_exclusive_exclude_each_other(path: Path) -> None:
@@ -418,11 +418,11 @@ def test_a_failed_open_releases_the_directory(path: Path, monkeypatch: pytest.Mo
         FileTier(path, BUDGET)
     monkeypatch.undo()
     FileTier(path, BUDGET).close()
-    assert caught.tb is not None  # which refers to what could not be opened, and did so meanwhile
+    assert caught.tb is not None  # its traceback kept the failed tier alive until here
 
 
 def test_a_closed_ledger_cannot_be_locked(path: Path) -> None:
-    """As by a put that waits while the tier is closed: the descriptor may be another file's by then."""
+    """A put may wait while the tier closes; by then the descriptor may belong to another file."""
     path.mkdir()
     ledger = Ledger(str(path))
     with ledger.locked(0) as locked:
@@ -442,7 +442,7 @@ def test_two_tiers_share_a_directory(path: Path, file_bytes: int) -> None:
     assert one.stats() == other.stats() == (2, 2 * file_bytes, 0, 0)
     put(one, 2)
     assert other.get(key(0)) is not None
-    put(other, 3)  # the least recently used of all
+    put(other, 3)  # evicts the least recently used of both tiers
     put(one, 4)
     assert stored_keys(path) == {key(number).hex() for number in (0, 3, 4)}
     assert one.stats() == (3, 3 * file_bytes, 1, 0)

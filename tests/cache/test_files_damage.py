@@ -1,4 +1,4 @@
-"""Damaged entries are misses: counted, removed, put again; never a wrong row. The upkeep of a directory."""
+"""Damaged entries of the files tier are misses, never wrong rows; verify, describe and clear."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_damage_done_while_closed_is_found_after_a_reopen(path: Path, name: str)
     (CONTENT | NO_FILE)[name](file_of(path, 0), file_of(path, 1))
     tier = FileTier(path, BUDGET)
     assert tier.get(key(0)) is None
-    assert tier.stats().errors == (name in CONTENT)  # what is no file is swept
+    assert tier.stats().errors == (name in CONTENT)  # an irregular name is swept at the open
     assert not os.path.lexists(file_of(path, 0))
     put(tier, 0)
     assert same(tier.get(key(0)), entry(key(0)))
@@ -201,7 +201,7 @@ def test_two_swapped_files_are_misses(tier: FileTier, path: Path) -> None:
 
 
 def test_a_put_replaces_an_entry_of_the_wrong_size(tier: FileTier, path: Path) -> None:
-    """Where their size tells; else the read that comes first finds it."""
+    """The size shows that one is damaged; other damage is found by the next read."""
     put(tier, 0, 1)
     header_only(file_of(path, 0), file_of(path, 1))
     put(tier, 0)
@@ -228,7 +228,7 @@ def test_a_folder_with_contents_is_never_removed(tier: FileTier, path: Path) -> 
 def test_an_unreadable_file_is_removed_unless_the_error_is_transient(
     tier: FileTier, path: Path, monkeypatch: pytest.MonkeyPatch, code: int, function: str
 ) -> None:
-    """It goes, unless the fault is the process's, such as too many open files."""
+    """An error of the process, such as too many open files, keeps the file."""
     put(tier, 0)
     real = getattr(os, function)
 
@@ -239,7 +239,7 @@ def test_an_unreadable_file_is_removed_unless_the_error_is_transient(
 
     locked = Ledger.locked
 
-    def no_longer_failing(*call: Any) -> Any:  # the ledger is read, too
+    def no_longer_failing(*call: Any) -> Any:  # as removal reads the ledger
         monkeypatch.undo()
         return locked(*call)
 
@@ -274,7 +274,7 @@ def test_running_out_of_memory_is_a_miss_and_keeps_the_file(
 def test_a_file_replaced_during_the_read_is_not_removed(
     tier: FileTier, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process replaces a damaged entry while it is read here."""
+    """Another process replaces a damaged entry while this one reads it."""
     put(tier, 0)
     good = file_of(path, 0).read_bytes()
     CONTENT["last bit of the rows"](file_of(path, 0), file_of(path, 0))

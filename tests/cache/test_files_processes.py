@@ -1,7 +1,6 @@
-"""The tier of plain files and processes: killed while they write, forked, several on one directory.
+"""The files tier with several processes: killed while they write, forked, sharing a directory.
 
-Each test runs one of the functions here in a process of its own, which may fork as it likes: it has no other
-threads.
+Each test runs a function of this module in a new process, which may fork safely, as it has no other threads.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ ROUNDS = 200 if os.environ.get("FUZZ") else 20
 
 
 def run_in_own_process(function: Callable[..., None], *arguments: Any) -> Any:
-    """What `function` prints as JSON."""
+    """Run `function` in a new process and return the JSON that it prints."""
     program = f"""
 import faulthandler, sys, torch
 faulthandler.dump_traceback_later(150, exit=True)
@@ -52,7 +51,7 @@ test_files_processes.{function.__name__}(*{arguments!r})
 
 
 def forked(work: Callable[[], None]) -> int:
-    """The id of a child that does `work`; its exit code is 0 if it could."""
+    """Fork a child that runs `work`, and return its id; its exit code is 0 on success."""
     child = os.fork()
     if child == 0:
         try:
@@ -73,14 +72,14 @@ def test_a_directory_is_consistent_after_a_kill_at_any_moment(path: Path) -> Non
     assert found["wrong"] == []
     assert found["hits"] > ROUNDS
     assert found["most bytes"] <= KILL_BUDGET
-    assert found["swept"] > 0  # the kills came amid writes
+    assert found["swept"] > 0  # some kills came during writes
 
 
 KILL_BUDGET = 24 * MIB
 
 
 def kill_writers(path: str, rounds: int) -> None:
-    """Writers of up to 4 MiB an entry, killed at random; after each a look at what is left."""
+    """Kill writers of entries up to 4 MiB at random moments, and check the directory after each kill."""
     chance = random.Random(time.time_ns())
     found: dict[str, Any] = {"wrong": [], "hits": 0, "most bytes": 0, "swept": 0}
 
@@ -189,7 +188,7 @@ def hold_and_be_killed(path: str) -> None:
     tier = FileTier(path, BUDGET)
     put(tier, 0)
     tier.close()
-    os.kill(survivor, signal.SIGKILL)  # it was there all the time
+    os.kill(survivor, signal.SIGKILL)  # it was alive all the time
     print(json.dumps("fine"))
 
 
@@ -247,7 +246,7 @@ SHARED_BUDGET = 4 * MIB
 
 
 def share(path: str, aside: str, seed: int, locking: bool) -> None:
-    """Four processes read and write; the first is killed amid it. What each saw is printed."""
+    """Four processes read and write, and the first is killed meanwhile. Prints what each saw."""
     if not locking:
         Ledger._acquire_flock = lambda *_: True  # type: ignore[method-assign]
     results = [os.path.join(aside, f"worker{number}") for number in range(4)]
@@ -274,7 +273,7 @@ def share(path: str, aside: str, seed: int, locking: bool) -> None:
 
 
 def share_as(path: str, aside: str, result: str, seed: int, for_ever: bool) -> None:
-    """One of the four. Behind each of its writes it weighs the directory, which only it may change then."""
+    """One of the four. After each of its writes it measures the directory, which no other may change then."""
     chance = random.Random(seed)
     found: dict[str, Any] = {"wrong": [], "hits": 0, "beside another": 0, "most bytes": 0}
     write, evict_to_fit = os.write, FileTier._evict_to_fit

@@ -1,4 +1,4 @@
-"""Identity: every field counts, and nothing else does."""
+"""Cache keys: every field of an identity changes the key, and nothing else does."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_content_and_options_change_the_key() -> None:
 
 
 def test_field_boundaries_change_the_digest() -> None:
-    """No text can run over from one field into the next."""
+    """Text cannot move from one field to the next without changing the digest."""
     assert digest([("a", "bc")]) != digest([("ab", "c")])
     assert digest([("a", ""), ("b", "")]) != digest([("a", "b"), ("", "")])
     assert digest([("a", "b")]) != digest([("a", "b"), ("", "")])
@@ -180,7 +180,7 @@ def test_process_wide_settings_are_read_for_each_key(checkpoint: Path) -> None:
     _, family = load_family(checkpoint, None)
     made = keys(family, CPU, torch.float32)
     precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)  # set once, it is not called "none" any more
+    torch.set_float32_matmul_precision(precision)  # once set, it is no longer reported as "none"
     before = made.key("x", None)
     torch.set_float32_matmul_precision("high")
     try:
@@ -209,7 +209,7 @@ def test_content_depends_on_the_bytes_not_on_their_carrier(tmp_path: Path) -> No
 
 
 def alike() -> list[Any]:
-    """D14: pictures that are alike in one respect and differ in another."""
+    """D14: images that are alike in one respect and differ in another."""
     square = np.arange(36, dtype=np.uint8).reshape(6, 6)
     same_bytes = [square, square.reshape(4, 9), square.reshape(9, 4), square.reshape(4, 3, 3)]
     grey, index = Image.fromarray(square), Image.fromarray(square)

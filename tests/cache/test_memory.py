@@ -1,4 +1,4 @@
-"""The memory tier: its budget, its policy, shared storages, and the count of payload that is alive."""
+"""The memory tier: budget, eviction policy, shared storages, and the count of live cached bytes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_in_threads(count: int, work: Callable[[int], object]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """Set aside the objects of all imported modules: they need not be gone through each time."""
+    """Freeze the objects of all imported modules, so that gc.collect() does not traverse them each time."""
     gc.collect()
     gc.freeze()
     yield
@@ -80,7 +80,7 @@ def _quick_collections() -> Iterator[None]:
 
 @pytest.fixture
 def alive() -> Iterator[Callable[[], int]]:
-    """Bytes of cached payload that came alive in this test; none of it may outlive the test."""
+    """Count the live cached bytes created in this test; none of them may outlive it."""
     gc.collect()
     before = live_cpu_bytes_process()
     yield lambda: live_cpu_bytes_process() - before
@@ -90,14 +90,14 @@ def alive() -> Iterator[Callable[[], int]]:
 
 @pytest.fixture
 def quick_switches() -> Iterator[None]:
-    """Threads that take turns every 10 microseconds: at the default, a tier without its lock passes."""
+    """Switch threads every 10 microseconds: at the default interval, a tier without its lock would pass."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------
+# ---- entries and budget ----------------------------------------------------------------------------------
 
 
 def test_a_hit_is_the_same_entry_and_storage() -> None:
@@ -124,7 +124,7 @@ def test_capacity_zero_keeps_nothing(alive: Callable[[], int]) -> None:
     tier.put(key("empty"), entry(0))
     assert tier.get(key("a")) is None
     assert tier.stats() == (0, 0, 0)
-    assert alive() == 0, "what was not kept is not cached payload"
+    assert alive() == 0, "an entry that was not stored is not counted"
 
 
 def test_an_entry_larger_than_the_budget_evicts_nothing() -> None:
@@ -134,7 +134,7 @@ def test_an_entry_larger_than_the_budget_evicts_nothing() -> None:
     assert tier.get(key("large")) is None
     assert tier.get(key("a")) is not None
     assert tier.stats() == (1, 3 * ROW, 0)
-    tier.put(key("just"), entry(3))  # one that fits exactly takes all of it
+    tier.put(key("just"), entry(3))  # an exact fit takes the whole budget
     assert tier.stats() == (1, 3 * ROW, 1)
 
 
@@ -211,7 +211,7 @@ def test_the_counters_match_the_entries_that_get_returns(
 
 
 class Lru:
-    """The control: the same budget, least recently used."""
+    """The control: LRU with the same budget."""
 
     def __init__(self, max_bytes: int) -> None:
         self.free, self.kept = max_bytes, OrderedDict[bytes, Entry]()
@@ -257,7 +257,7 @@ def test_a_ghost_that_returns_enters_the_main_queue() -> None:
     tier = MemoryTier(50 * ROW)
     hits(tier, range(50))
     hits(tier, range(100, 130))
-    assert tier.get(key(20)) is None, "asked for once, and pushed out"
+    assert tier.get(key(20)) is None, "seen once, and evicted"
     hits(tier, [20])
     hits(tier, range(1000, 1200))
     assert tier.get(key(20)) is not None
@@ -337,7 +337,7 @@ def test_the_bytes_never_exceed_the_budget(seed: int, quick_switches: None) -> N
 def test_rows_stay_right_while_requests_evict_each_other(
     capacity: int, most: int, alive: Callable[[], int]
 ) -> None:
-    """D17: room for three; what was found is held, and what vanished is made again."""
+    """D17: at most three entries fit; requests hold the entries they found and recompute evicted ones."""
     tier, puts = MemoryTier(capacity * 2 * ROW), Counter[int]()
 
     def work(index: int) -> None:
@@ -419,7 +419,7 @@ def test_a_finalizer_of_an_evicted_tensor_may_use_the_tier() -> None:
     assert len(seen) == 3
 
 
-# ---- bytes that are alive --------------------------------------------------------------------------------
+# ---- live bytes ------------------------------------------------------------------------------------------
 
 
 def holders() -> dict[str, Callable[[torch.Tensor], object]]:
@@ -511,7 +511,7 @@ def test_views_stay_valid_after_eviction_and_close() -> None:
     del found
     tier.put(key("b"), entry(10, 6.0))
     tier.close()
-    others = [entry(10, 7.0) for _ in range(100)]  # would take the memory if it were free
+    others = [entry(10, 7.0) for _ in range(100)]  # would reuse the memory if it were freed
     assert view.eq(5.0).all()
     del others
 
@@ -533,7 +533,7 @@ def test_the_count_is_exact_when_storages_die_in_many_threads(alive: Callable[[]
             array = view.numpy()
             del view
             again = torch.from_numpy(array)
-            track(again)  # a storage of its own, over the same memory
+            track(again)  # a new storage over the same memory
             del array
             if turn % 100 == index:
                 gc.collect(0)

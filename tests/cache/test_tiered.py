@@ -1,4 +1,4 @@
-"""Both tiers and the writer behind them, with a disk tier that does as it is told."""
+"""Both tiers and the writer thread, with a disk tier that the tests control."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def key(number: int) -> bytes:
 
 
 class Disk:
-    """A disk tier in a dictionary; each call waits at its gate, and fails or refuses when told to."""
+    """A disk tier in a dictionary; calls wait at gates, and `keep` makes a put fail or be refused."""
 
     def __init__(self) -> None:
         self.entries: dict[bytes, Entry] = {}
@@ -134,7 +134,7 @@ def test_a_disk_hit_is_promoted_to_memory(opened: Callable[..., Cache], disk: Di
 
 
 def test_concurrent_gets_of_a_key_read_the_disk_once(opened: Callable[..., Cache], disk: Disk) -> None:
-    cache = opened(memory_bytes=0)  # so that whoever comes late cannot find it there
+    cache = opened(memory_bytes=0)  # so that a late thread cannot find it there
     disk.entries[key(3)] = Entry(rows(3), metadata(rows(3)))
     disk.read_gate.clear()
     found: list[Entry | None] = []
@@ -166,14 +166,14 @@ def test_an_interrupted_reader_does_not_block_later_gets(
         patch.setattr(disk, "get", broken)
         with pytest.raises(KeyboardInterrupt):
             cache.get(key(4))
-    assert cache.get(key(4)) is None  # and nobody waits for the one who was interrupted
+    assert cache.get(key(4)) is None  # does not wait for the interrupted reader
 
 
 def test_the_backlog_serves_hits_until_it_is_written(opened: Callable[..., Cache], disk: Disk) -> None:
     cache = opened(memory_bytes=0)
     disk.write_gate.clear()
     stored = rows(5)
-    cache.put(key(5), stored, metadata(stored))  # returns, though nothing can be written
+    cache.put(key(5), stored, metadata(stored))  # returns although the writer is blocked
     found = cache.get(key(5))
     assert found is not None
     assert found.rows is stored

@@ -30,7 +30,7 @@ def key(name: object) -> bytes:
 
 
 def entry(nbytes: int, seed: int = 0) -> Entry:
-    """Noise of `nbytes`, the same for the same seed."""
+    """An entry of `nbytes` of noise, the same for the same seed."""
     noise = torch.randint(-(2**15), 2**15, (nbytes // 2, 1), generator=torch.Generator().manual_seed(seed))
     rows = noise.to(torch.int16).view(torch.bfloat16)
     length = len(rows)
@@ -54,7 +54,7 @@ Open = Callable[..., FoyerTier]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
-    """Opens tiers in one directory, and closes them in the end."""
+    """Open tiers in one directory; all are closed at the end."""
     tiers = []
 
     def open_tier(max_bytes: int = SMALLEST, path: Path = tmp_path / "cache") -> FoyerTier:
@@ -67,7 +67,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 
 class Fake:
-    """foyer, as far as the tier uses it, in memory, and open to meddling."""
+    """The part of foyer that the tier uses, in memory; tests may replace its methods."""
 
     made: Fake
 
@@ -81,7 +81,7 @@ class Fake:
         return min(len(self.records), 8)
 
     def insert(self, name: bytes, value: bytes) -> None:
-        # What foyer was given before may come back, so no name but a probe's is used twice.
+        # foyer may bring back older values, so no name but a probe's may be used twice.
         assert len(name) < 20 or name not in self.records
         self.inserts += 1
         self.records[name] = value
@@ -96,17 +96,17 @@ class Fake:
         self.closes += 1
 
     def entry_records(self) -> list[bytes]:
-        """The names of chunks, then of manifests; probes are neither."""
+        """Return the names of the chunks, then of the manifests, without probes."""
         return sorted((name for name in self.records if len(name) > 20), key=len)
 
 
 class PanicException(BaseException):
-    """What foyer's own is called."""
+    """Has the name of foyer's own panic class."""
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts a fake in foyer's place; methods given by name are its own."""
+    """Install a fake in place of foyer; keyword arguments replace its methods."""
 
     def install(**methods: Any) -> None:
         kind = type("Fake", (Fake,), methods)

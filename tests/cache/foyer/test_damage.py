@@ -24,9 +24,9 @@ def test_a_missing_record_is_a_miss_and_counts_as_eviction(opened: Open, fake: A
     assert len(names) == 4
     del Fake.made.records[names[index]]
     assert tier.get(key("a")) is None
-    # Once it is known to be broken it is not read, and not counted, again.
+    # A known bad manifest is neither read nor counted again.
     assert tier.get(key("a")) is None
-    lost = index < 3  # without its manifest nothing tells that an entry was there
+    lost = index < 3  # without its manifest nothing shows that there was an entry
     assert tier.stats() == DiskStats(1, SMALLEST, int(lost), 0)
     assert tier.put(key("a"), entry(3 * CHUNK + 2))
     assert same(tier.get(key("a")), entry(3 * CHUNK + 2))
@@ -94,7 +94,7 @@ def test_the_newest_manifest_of_a_key_is_read_first(opened: Open, fake: Any) -> 
     assert tier.put(key("a"), entry(100))
     tier.close()
     records = Fake.made.records
-    tier = opened()  # which knows nothing of the damage
+    tier = opened()  # a new tier does not know of the damage
     Fake.made.records.update(records)
     assert same(tier.get(key("a")), entry(100))
     assert tier.stats().errors == 0
@@ -109,7 +109,7 @@ def test_a_key_is_given_up_after_eight_damaged_manifests(opened: Open, fake: Any
         assert tier.get(key("a")) is None
     for _ in range(4):
         assert not tier.put(key("a"), entry(100))
-    # That is no failure of foyer: the tier lives, and the key, once foyer has evicted it.
+    # foyer did not fail: the tier stays open, and the key works again once foyer has evicted it.
     assert tier.put(key("b"), entry(100))
     Fake.made.records.clear()
     assert tier.put(key("a"), entry(100))
@@ -180,7 +180,7 @@ def test_region_files_truncated_while_open_are_misses(opened: Open, tmp_path: Pa
     tier = opened()
     each = entry(2 * CHUNK + 100)
     assert tier.put(key("a"), each)
-    for number in range(10):  # which push it out of foyer's memory
+    for number in range(10):  # push the entry out of foyer's memory
         assert tier.put(key(number), entry(100, number))
     for file in (tmp_path / "cache").glob(REGIONS):
         os.truncate(file, 0)

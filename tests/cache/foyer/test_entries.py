@@ -99,10 +99,10 @@ def test_invalid_and_too_large_entries_are_not_stored(opened: Open) -> None:
     tier = opened()
     assert not tier.put(key("large"), entry(9 * CHUNK))
     rows, metadata = entry(2)
-    assert not tier.put(key("of a kind that is not kept"), Entry(rows.to(torch.int64), metadata))
+    assert not tier.put(key("unsupported dtype"), Entry(rows.to(torch.int64), metadata))
     assert not tier.put(b"short key", entry(2))
     assert tier.stats() == DiskStats(0, SMALLEST, 0, 3)
-    # None of them is foyer's fault, so the tier lives.
+    # foyer failed in none of these, so the tier stays open.
     assert tier.put(key("most"), entry(8 * CHUNK + 2))
     assert same(tier.get(key("most")), entry(8 * CHUNK + 2))
 
@@ -127,7 +127,7 @@ def test_a_stored_entry_is_not_written_again(opened: Open, fake: Any) -> None:
 
 
 def test_a_key_is_a_miss_until_it_is_confirmed(opened: Open, fake: Any) -> None:
-    # A get brings a manifest into foyer's memory, where `contains` takes it for written.
+    # A get brings a manifest into foyer's memory, where `contains` reports it as written.
     seen: list[Entry | None] = []
 
     def contains(cache: Fake, name: bytes) -> bool:

@@ -39,14 +39,14 @@ def test_three_unconfirmed_puts_in_a_row_disable_the_tier(
     assert dead.inserts == inserts
     tier.close()
     assert dead.closes == 1
-    # The first failure of a kind is logged, not each; and the end.
+    # Logged: the first failure of a kind, not each, and the shutdown.
     assert [(record.levelno, vars(record)["mm_event"]) for record in caplog.records] == [
         (logging.WARNING, "cache_error"),
         (logging.ERROR, "cache_error"),
     ]
     assert "3 puts in a row" in caplog.messages[-1]
     fake()
-    assert opened().put(key("a"), entry(100))  # the directory was given free
+    assert opened().put(key("a"), entry(100))  # the directory was released
 
 
 def test_failures_between_successes_do_not_disable_the_tier(
@@ -85,7 +85,7 @@ def test_a_hanging_close_is_abandoned_and_keeps_the_lock(
     tier.close()
     assert tier.get(key("a")) is None
     assert not tier.put(key("b"), entry(100))
-    # foyer's threads may still write, so nobody else may.
+    # foyer's threads may still write, so the directory stays locked.
     with pytest.raises(CacheLockedError):
         opened()
     opens.set()
@@ -114,7 +114,7 @@ def test_close_ends_a_put_that_waits_for_confirmation(
     writer.join(10)
     assert results == [False]
     assert tier.stats() == DiskStats(0, SMALLEST, 0, 0)
-    opened()  # close had not to give up
+    opened()  # close did not time out, so the lock is free
 
 
 def test_a_hanging_get_does_not_block_close(opened: Open, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_errors_of_foyer_are_misses(opened: Open, fake: Any, error: BaseExceptio
     assert same(tier.get(key("d")), entry(100))
     Fake.made.__dict__["close"] = failing(error)
     tier.close()
-    opened()  # whatever close said, the directory is free
+    opened()  # the directory is released although close failed
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])

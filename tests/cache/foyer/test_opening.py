@@ -102,7 +102,7 @@ def test_a_small_disk_is_reported_at_open(tmp_path: Path) -> None:
     try:
         with pytest.raises(CacheError, match="No space left"):
             FoyerTier(tmp_path / "cache", 2 * SMALLEST)
-        # What it took it has given back, and its lock.
+        # The failed open released its lock and the allocated space.
         tier = FoyerTier(tmp_path / "cache", SMALLEST)
         assert tier.put(key("a"), entry(100))
         tier.close()
@@ -133,7 +133,7 @@ def test_a_directory_of_foreign_files_is_refused_and_unchanged(tmp_path: Path, f
     fake()
     names = ["a", "b", "foyer-storage-direct-fs-00000000.bak", "z"]
     for name in names:
-        (tmp_path / name).write_bytes(b"theirs")
+        (tmp_path / name).write_bytes(b"foreign")
     with pytest.raises(CacheError, match=r"it contains a, b, foyer-storage-direct-fs-0+\.bak and 1 more"):
         FoyerTier(tmp_path, SMALLEST)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -160,14 +160,14 @@ def test_a_file_in_the_path_is_refused(tmp_path: Path, fake: Any) -> None:
 def test_a_link_in_place_of_a_region_is_not_followed(tmp_path: Path, fake: Any) -> None:
     fake()
     FoyerTier(tmp_path / "cache", SMALLEST).close()
-    theirs = tmp_path / "theirs"
-    theirs.write_bytes(b"theirs")
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"foreign")
     region = tmp_path / "cache" / "foyer-storage-direct-fs-00000001"
     region.unlink()
-    region.symlink_to(theirs)
+    region.symlink_to(foreign)
     with pytest.raises(CacheError, match="cannot allocate"):
         FoyerTier(tmp_path / "cache", SMALLEST)
-    assert theirs.read_bytes() == b"theirs"
+    assert foreign.read_bytes() == b"foreign"
     FoyerTier(tmp_path / "cache", SMALLEST).close()
 
 
@@ -187,7 +187,7 @@ def test_a_second_open_of_a_directory_is_refused(opened: Open, tmp_path: Path) -
     code, output, errors = outcome_of(program, tmp_path / "cache")
     assert (code, errors) == (0, "")
     assert f"{tmp_path}/cache is in use" in output
-    # Neither of them has harmed the first.
+    # Neither attempt harmed the first tier.
     assert tier.put(key("a"), entry(CHUNK))
     assert same(tier.get(key("a")), entry(CHUNK))
     tier.close()

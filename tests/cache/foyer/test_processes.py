@@ -90,7 +90,7 @@ print(os.waitpid(child, 0)[1])
 @needs_foyer
 @pytest.mark.parametrize("busy", ["nothing", "get", "put"])
 def test_the_interpreter_exits_with_an_open_tier(opened: Open, tmp_path: Path, busy: str) -> None:
-    # A thread that comes back from foyer when the interpreter is gone would abort the process.
+    # A thread that returns from foyer after the interpreter is finalized would abort the process.
     program = f"""
 tier = FoyerTier(CHECKPOINT, 2**26)
 first, large = entry(4_150_000, 0), entry(4_150_000, 1)
@@ -98,7 +98,7 @@ assert tier.put(key("a"), first)
 results = []
 
 def get():
-    # Kept, since tensors too must not be given free when the interpreter is gone.
+    # Kept in `results`: tensors must not be freed after the interpreter is finalized, either.
     for _ in range(30):
         results.append(tier.get(key("a")))
 
@@ -116,7 +116,7 @@ print("end")
 """
     assert outcome(program, tmp_path / "cache", limit=10) == (0, "end\n", "")
     found = opened().get(key("a"))
-    if busy != "put":  # which may have pushed it out
+    if busy != "put":  # its puts may have evicted the entry
         assert found is not None
         assert torch.equal(found.rows.view(torch.int16), entry(4_150_000, 0).rows.view(torch.int16))
 
@@ -147,7 +147,7 @@ print("end")
 
 @needs_foyer
 def test_confirmed_entries_survive_a_kill_at_any_moment(tmp_path: Path) -> None:
-    """What was put is there afterwards, and nothing that is wrong."""
+    """Every confirmed entry is there afterwards, and no wrong one."""
     rounds = 60 if os.environ.get("FUZZ") else 5
     program = f"""
 import shutil
