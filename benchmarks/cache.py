@@ -1,4 +1,4 @@
-"""Cost of a hit in memory, from several threads, and from disk compared with bare reads and other stores; cost
+"""Cost of a hit in memory, by threads, and from disk compared with bare reads and other stores; and the cost
 of opening a directory, encoding a folder again, and digesting a checkpoint's weights.
 """
 

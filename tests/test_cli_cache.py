@@ -294,7 +294,7 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
 
 def test_a_budget_has_room_for_four_of_the_largest() -> None:
     def made(text: str | None) -> tuple[int, int]:
-        config = caches.configured(Path("c"), None if text is None else parse_bytes(text))
+        config = caches.cache_config(Path("c"), None if text is None else parse_bytes(text))
         assert config is not None
         return config.disk_bytes, config.max_entry_bytes
 
@@ -302,7 +302,7 @@ def test_a_budget_has_room_for_four_of_the_largest() -> None:
     assert made("1T") == (1024**4, 256 * 1024**2)
     assert made("1M") == (1024**2, 256 * 1024)
     assert made("1048579") == (1024**2 + 3, 256 * 1024)
-    assert caches.configured(None, None) is None
+    assert caches.cache_config(None, None) is None
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def encode(
     cache_bytes: CacheBytesOption = None,
 ) -> int:
     """Encode images into one file: for each a tensor of embedding rows, under its path as the key."""
-    kept = caches.configured(cache, cache_bytes)
+    kept = caches.cache_config(cache, cache_bytes)
     inputs = expand(images)
     _, rules = load_family(checkpoint, family)  # a bad checkpoint is said before a folder is made
     check_target("--out", out, ".safetensors", inputs)
@@ -124,7 +124,7 @@ def encode(
     ) as encoder:
         encoded = _encode_and_write(encoder, inputs, out)
     if kept is not None:
-        caches.complain_of_losses(encoder.cache_stats(), kept)
+        caches.report_losses(encoder.cache_stats(), kept)
     if picture is not None and encoded:
         _draw(encoded, rules, picture, encoder.model)
     return int(len(encoded) < len(inputs))

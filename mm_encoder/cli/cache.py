@@ -33,7 +33,7 @@ _DEFAULT_BYTES = 4 * 1024**3
 _LEAST_BYTES = 1024**2  # less is probably a missing unit, such as 4 for 4G
 
 
-def configured(directory: Path | None, max_bytes: int | None) -> CacheConfig | None:
+def cache_config(directory: Path | None, max_bytes: int | None) -> CacheConfig | None:
     """Return the cache settings of `--cache` and `--cache-bytes`. Raises ValueError."""
     if directory is None:
         if max_bytes is not None:
@@ -46,7 +46,7 @@ def configured(directory: Path | None, max_bytes: int | None) -> CacheConfig | N
     return CacheConfig(disk_path=directory, disk_bytes=budget, max_entry_bytes=largest)
 
 
-def complain_of_losses(stats: CacheStats, config: CacheConfig) -> None:
+def report_losses(stats: CacheStats, config: CacheConfig) -> None:
     """Report results that the closed cache did not store, if any; cache errors never stop a run."""
     counts = {
         f"results larger than {bytes_of(config.max_entry_bytes)}, not stored": stats.bypasses,
