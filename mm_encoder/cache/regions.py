@@ -44,8 +44,8 @@ def check_descriptors(regions: int) -> None:
     needed = len(os.listdir("/proc/self/fd")) + regions + _SPARE_DESCRIPTORS
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise CacheError(
-            f"foyer keeps {regions} files open, one per 16 MiB; with its other files this process needs "
-            f"{needed}, but may open {limit} (ulimit -n): raise the limit, or lower disk_bytes"
+            f"foyer keeps {regions} files open, one per 16 MiB; with others and some to spare this process "
+            f"needs {needed}, but may open {limit} (ulimit -n): raise the limit, or lower disk_bytes"
         )
 
 
