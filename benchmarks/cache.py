@@ -1,5 +1,5 @@
-"""What a hit takes: in memory, at several threads, from disk beside bare reads and other stores; and what it
-takes to open a directory, to encode a folder again, and to tell one checkpoint from another.
+"""Cost of a hit in memory, by threads, and from disk compared with bare reads and other stores; and the cost
+of opening a directory, encoding a folder again, and digesting a checkpoint's weights.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def main() -> None:
         checkpoint = make_checkpoint(folder / "checkpoint")
         with Encoder(checkpoint, device="cpu", cache=CacheConfig()) as encoder:
             memory_hits(encoder)
-            hits_of_threads(encoder)
+            hits_by_threads(encoder)
             assert encoder.cache_stats().misses == 0
-    # What each leaves on the disk goes before the next begins.
-    for measure in (disk_hits, opening, twice, weights):
+    # A new folder for each, so that its files are removed before the next begins.
+    for measure in (disk_hits, opening, encode_again, weights):
         with TemporaryDirectory(prefix="mm-encoder-bench-") as name:
             measure(Path(name))
     cache_policy.main()
@@ -67,15 +67,15 @@ def main() -> None:
 # --- memory ------------------------------------------------------------------------------------------
 
 
-def planted(encoder: Encoder, nbytes: int) -> bytes:
-    """A source that the encoder has in memory. A hit is never looked into, so it need not be an image."""
+def preload(encoder: Encoder, nbytes: int) -> bytes:
+    """Return a source whose result is in memory. A hit is never decoded, so it need not be an image."""
     assert isinstance(encoder._coalescer, Coalescer)
     data, cache = random.Random(nbytes).randbytes(nbytes), encoder._coalescer.cache
     cache.put(cache.keys.key(encoded_hash(encoder.model, data), None), torch.zeros(256, 512), METADATA)
     return data
 
 
-def sha(data: bytes) -> object:
+def sha256(data: bytes) -> object:
     return hashlib.sha256(data).digest()
 
 
@@ -86,8 +86,8 @@ def hit(encoder: Encoder, data: bytes) -> object:
 def memory_hits(encoder: Encoder) -> None:
     rows: list[list[object]] = []
     for nbytes, calls in CALLS.items():
-        data = planted(encoder, nbytes)
-        works = partial(sha, data), partial(hit, encoder, data)
+        data = preload(encoder, nbytes)
+        works = partial(sha256, data), partial(hit, encoder, data)
         wall, cpu = np.empty((calls, 2)), np.empty((calls, 2))
         for turn in range(-calls // 10, calls):
             for which in (0, 1) if turn % 2 else (1, 0):  # the second finds the data in the CPU's cache
@@ -103,33 +103,33 @@ def memory_hits(encoder: Encoder) -> None:
     table(title, [*columns, "the same, CPU time"], rows)
 
 
-def hits_of_threads(encoder: Encoder) -> None:
-    data, large, tier = planted(encoder, 64 * KIB), planted(encoder, MIB), MemoryTier(MIB)
+def hits_by_threads(encoder: Encoder) -> None:
+    data, large, tier = preload(encoder, 64 * KIB), preload(encoder, MIB), MemoryTier(MIB)
     tier.put(KEY, Entry(torch.zeros(4, 4), METADATA))
     works: dict[str, tuple[Callable[[], object], int]] = {
         "submit().result()": (partial(hit, encoder, data), 3000),
-        "SHA-256 alone": (partial(sha, data), 6000),
+        "SHA-256 alone": (partial(sha256, data), 6000),
         "of 1 MiB": (partial(hit, encoder, large), 600),
-        "SHA-256 of 1 MiB alone": (partial(sha, large), 600),
+        "SHA-256 of 1 MiB alone": (partial(sha256, large), 600),
         "MemoryTier.get": (partial(tier.get, KEY), 400_000),
     }
     found: dict[tuple[int, str], list[float]] = {(n, name): [] for n in THREADS for name in works}
     for _ in range(7):
         for threads, name in found:
-            found[threads, name].append(together(threads, *works[name]))
+            found[threads, name].append(calls_per_second(threads, *works[name]))
     rows = [[n, *(statistics.median(found[n, name]) for name in works)] for n in THREADS]
     title = f"Hits a second of a source of 64 KiB, by threads that ask ({os.cpu_count()} CPUs, median of 7)"
     table(title, ["threads", *works], rows)
 
 
-def together(threads: int, work: Callable[[], object], calls: int) -> float:
-    """Calls a second of all threads, which share `calls` between them."""
+def calls_per_second(threads: int, work: Callable[[], object], calls: int) -> float:
+    """Return the calls per second of all threads together, which share `calls` evenly."""
     start = threading.Barrier(threads)
     begun: list[float] = []
 
     def run() -> None:
         start.wait()
-        begun.append(time.perf_counter())  # here: with so many at work, the main thread would be late
+        begun.append(time.perf_counter())  # measured here: the main thread may be scheduled late
         for _ in range(calls // threads):
             work()
 
@@ -145,7 +145,7 @@ def together(threads: int, work: Callable[[], object], calls: int) -> float:
 
 
 class Store(NamedTuple):
-    """Something that keeps an entry by its key. `get` leaves rows in a tensor."""
+    """A store of entries by key. `get` leaves the rows in a tensor."""
 
     get: Callable[[bytes], object]
     put: Callable[[bytes], object]
@@ -166,20 +166,20 @@ def disk_hits(folder: Path) -> None:
     }
     with ExitStack() as stack:
         stores: list[Store | None] = [
-            # Of its own file each: one that was just read is in the CPU's cache.
-            bare(folder / "read", entry, checked=False),
-            bare(folder / "checked", entry, checked=True),
-            bare(folder / "anew", entry, checked=True, anew=True),
-            of_tier(stack, FileTier(folder / "files", 1024 * MIB), entry),
-            of_tier(stack, FoyerTier(folder / "foyer", 1024 * MIB), entry) if module("foyer") else None,
-            of_diskcache(stack, folder / "diskcache", entry),
-            of_lmdb(stack, folder / "lmdb", entry),
+            # Each has its own file: one that was just read is in the CPU's cache.
+            bare_store(folder / "read", entry, checked=False),
+            bare_store(folder / "checked", entry, checked=True),
+            bare_store(folder / "anew", entry, checked=True, anew=True),
+            tier_store(stack, FileTier(folder / "files", 1024 * MIB), entry),
+            tier_store(stack, FoyerTier(folder / "foyer", 1024 * MIB), entry) if module("foyer") else None,
+            diskcache_store(stack, folder / "diskcache", entry),
+            lmdb_store(stack, folder / "lmdb", entry),
         ]
         named = dict(zip(known, stores, strict=True))
         for store in filter(None, stores):
             store.put(KEY)
         gets = medians({name: store and partial(store.get, KEY) for name, store in named.items()}, 21)
-        new = count(1)  # a key that is there is not written again
+        new = count(1)  # a stored key is not written again
 
         def put_new(store: Store) -> None:
             store.put(next(new).to_bytes(32, "big"))
@@ -203,8 +203,8 @@ def disk_hits(folder: Path) -> None:
     table(f"One entry of {size} on disk, in the page cache, 1 thread (medians of 21 and 7)", columns, rows)
 
 
-def bare(folder: Path, entry: Entry, *, checked: bool, anew: bool = False) -> Store:
-    """A file, written and read by itself; into one tensor, or a new one each time."""
+def bare_store(folder: Path, entry: Entry, *, checked: bool, anew: bool = False) -> Store:
+    """A plain file, read into the same tensor, or with `anew` into a new one each time."""
     folder.mkdir()
     header, payload = codec.encode(KEY, entry)
     same = torch.empty_like(entry.rows)
@@ -226,7 +226,7 @@ def bare(folder: Path, entry: Entry, *, checked: bool, anew: bool = False) -> St
     return Store(get, put)
 
 
-def of_tier(stack: ExitStack, tier: DiskTier, entry: Entry) -> Store:
+def tier_store(stack: ExitStack, tier: DiskTier, entry: Entry) -> Store:
     stack.callback(tier.close)
 
     def get(key: bytes) -> None:
@@ -238,7 +238,7 @@ def of_tier(stack: ExitStack, tier: DiskTier, entry: Entry) -> Store:
     return Store(get, put)
 
 
-def of_diskcache(stack: ExitStack, path: Path, entry: Entry) -> Store | None:
+def diskcache_store(stack: ExitStack, path: Path, entry: Entry) -> Store | None:
     peer = module("diskcache")
     if peer is None:
         return None
@@ -247,12 +247,12 @@ def of_diskcache(stack: ExitStack, path: Path, entry: Entry) -> Store | None:
     return Store(lambda key: rows_of(memoryview(cache.get(key))), lambda key: cache.set(key, b"".join(parts)))
 
 
-def of_lmdb(stack: ExitStack, path: Path, entry: Entry) -> Store | None:
+def lmdb_store(stack: ExitStack, path: Path, entry: Entry) -> Store | None:
     peer = module("lmdb")
     if peer is None:
         return None
     parts = codec.encode(KEY, entry)
-    # As the others here: in the page cache is enough. Its map is the fastest way to read it.
+    # Not synced, like the other stores; its memory map is the fastest way to read.
     database = stack.enter_context(peer.open(str(path), map_size=4096 * MIB, sync=False))
 
     def get(key: bytes) -> None:
@@ -267,7 +267,7 @@ def of_lmdb(stack: ExitStack, path: Path, entry: Entry) -> Store | None:
 
 
 def rows_of(data: memoryview) -> torch.Tensor:
-    """Rows of their own from header and payload, which is what a host needs of any store."""
+    """Copy header and payload into new rows, which a server needs from any store."""
     header = codec.read_header(data)
     rows = codec.empty_rows(header)
     codec.payload_view(rows)[:] = data[header.header_bytes :]
@@ -298,8 +298,8 @@ def opening(folder: Path) -> None:
 # --- encoder -----------------------------------------------------------------------------------------
 
 
-def twice(folder: Path) -> None:
-    # Few rows: at the demo's usual 900 an image takes seconds, and of hits it tells no more.
+def encode_again(folder: Path) -> None:
+    # Few rows: with the demo's usual 900 an image takes seconds, and hits cost the same.
     checkpoint = make_checkpoint(folder / "checkpoint", image_tokens=(16, 1024))
     paths = [folder / f"{turn}.jpg" for turn in range(IMAGES)]
     for turn, path in enumerate(paths):
@@ -332,7 +332,7 @@ def twice(folder: Path) -> None:
 def weights(folder: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        shape = (1024, 4096)  # as a layer's at released size
+        shape = (1024, 4096)  # a layer of a released checkpoint
         tensors = {
             f"model.visual.{index}": torch.randn(shape).to(torch.bfloat16)
             for index in range(WEIGHTS // (2 * shape[0] * shape[1]))
@@ -363,7 +363,7 @@ def weights(folder: Path) -> None:
 
 
 def module(name: str) -> Any:
-    """A peer, or None where it is not installed."""
+    """Import a module; None if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -371,7 +371,7 @@ def module(name: str) -> Any:
 
 
 def speed(nbytes: int, ms: float | None) -> float | None:
-    """MB/s."""
+    """Return MB/s."""
     return None if ms is None else nbytes / 1e3 / ms
 
 

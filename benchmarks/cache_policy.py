@@ -1,4 +1,4 @@
-"""How often the memory tier has what is asked for, beside LRU; and what it takes to ask."""
+"""Hit rates of the memory tier compared with LRU, and the cost of a hit."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SHARES = (0.05, 0.10, 0.25)
 METADATA = ImageMetadata("m", "0" * 64, 1, (1, 1), "bfloat16", "cpu", (1, 1), (0, 1), ((1, 2, 2),), (1, 1))
 
 Trace = list[tuple[int, bool]]
-"""Images in the order of asking, and whether the request counts: one for what never returns does not."""
+"""Requested images in order, and whether each counts: requests for images that never return do not."""
 
 
-class Weight(Entry):
-    """An entry that weighs what it is said to: the tier is run as it is, without gigabytes of rows."""
+class SizedEntry(Entry):
+    """An entry with a pretended size, to run the real tier without gigabytes of rows."""
 
-    weight: int
+    pretended_nbytes: int
 
     @property
     def nbytes(self) -> int:
-        return self.weight
+        return self.pretended_nbytes
 
 
 class Tier:
@@ -43,23 +43,23 @@ class Tier:
     def __init__(self, capacity: int) -> None:
         self._tier, self._rows = MemoryTier(capacity), torch.zeros(1, 1)
 
-    def ask(self, image: int, nbytes: int) -> bool:
+    def request(self, image: int, nbytes: int) -> bool:
         key = image.to_bytes(32, "big")
         if self._tier.get(key) is not None:
             return True
-        entry = Weight(self._rows, METADATA)
-        entry.weight = nbytes
+        entry = SizedEntry(self._rows, METADATA)
+        entry.pretended_nbytes = nbytes
         self._tier.put(key, entry)
         return False
 
 
 class Lru:
-    """Least recently used, by bytes."""
+    """LRU by bytes."""
 
     def __init__(self, capacity: int) -> None:
         self._free, self._kept = capacity, OrderedDict[int, int]()
 
-    def ask(self, image: int, nbytes: int) -> bool:
+    def request(self, image: int, nbytes: int) -> bool:
         if image in self._kept:
             self._kept.move_to_end(image)
             return True
@@ -71,14 +71,14 @@ class Lru:
 
 
 def zipf(alpha: float) -> Trace:
-    """The image of rank r is asked for in proportion to 1 / r^alpha."""
+    """Requests in which the image of rank r has a probability proportional to 1 / r^alpha."""
     chances = np.arange(1, IMAGES + 1) ** -alpha
     drawn = np.random.default_rng(0).choice(IMAGES, REQUESTS, p=chances / chances.sum())
     return [(image, True) for image in drawn.tolist()]
 
 
 def with_scans(trace: Trace, every: int = 5000, length: int = 1000) -> Trace:
-    """`trace`, with `length` images that are never asked for again after each `every` requests."""
+    """`trace`, interrupted after every `every` requests by `length` images that never return."""
     new = 10 * IMAGES
     mixed: Trace = []
     for start in range(0, len(trace), every):
@@ -89,8 +89,8 @@ def with_scans(trace: Trace, every: int = 5000, length: int = 1000) -> Trace:
 
 
 def chats(together: int = 200) -> Trace:
-    """Conversations of six turns on average, `together` at a time. A quarter of the turns bring an image of
-    their own; each turn asks for all of its conversation's again.
+    """Conversations of six turns on average, `together` at a time. A quarter of the turns add a new image;
+    each turn requests all images of its conversation again.
     """
     random.seed(0)
     trace: Trace = []
@@ -109,22 +109,22 @@ def chats(together: int = 200) -> Trace:
 
 
 def blended() -> Trace:
-    """Conversations and popular images in turns, with scans."""
+    """Conversations and popular images, interleaved, with scans."""
     trace = [request for pair in zip(chats(), zipf(0.9), strict=False) for request in pair]
     return with_scans(trace, every=8000, length=800)
 
 
 def loop(sizes: list[int], capacity: int) -> Trace:
-    """As many images as weigh a tenth more than the cache holds, twenty times in the same order."""
-    weight, once = 0, Trace()
-    while weight < 1.1 * capacity:
-        weight += sizes[len(once)]
+    """Images of 1.1 times the cache's capacity, requested twenty times in the same order."""
+    total, once = 0, Trace()
+    while total < 1.1 * capacity:
+        total += sizes[len(once)]
         once.append((len(once), True))
     return once * 20
 
 
 def hit_rate(policy: Tier | Lru, trace: Trace, sizes: list[int]) -> str:
-    hits = sum([policy.ask(image, sizes[image]) and counts for image, counts in trace])
+    hits = sum([policy.request(image, sizes[image]) and counts for image, counts in trace])
     return f"{100 * hits / sum(counts for _, counts in trace):.1f} %"
 
 
@@ -150,20 +150,20 @@ def rates() -> Iterator[list[object]]:
 
 
 def gets(threads: int, count: int = 200_000) -> float:
-    """Hits a microsecond of `threads` threads together."""
+    """Return the hits per microsecond of `threads` threads together."""
     tier = MemoryTier(2**20)
     keys = [bytes([turn]) * 32 for turn in range(100)]
     for key in keys:
         tier.put(key, Entry(torch.zeros(4, 4), METADATA))
     start = threading.Barrier(threads + 1)
 
-    def ask() -> None:
+    def request() -> None:
         get, mine = tier.get, keys * (count // threads // len(keys))
         start.wait()
         for key in mine:
             get(key)
 
-    running = [threading.Thread(target=ask) for _ in range(threads)]
+    running = [threading.Thread(target=request) for _ in range(threads)]
     for thread in running:
         thread.start()
     start.wait()

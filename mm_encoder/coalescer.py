@@ -202,7 +202,7 @@ class Coalescer:
             self._store(flight, result)
         except Exception:
             self.cache.count("errors")
-            logger.exception("a result was not stored", extra={"mm_event": "cache_error"})
+            logger.exception("a result could not be cached", extra={"mm_event": "cache_error"})
         for waiter in self._flights.finish(flight):
             waiter.resolve(partial(self._for_consumer, result, flight, waiter))
 

@@ -228,7 +228,7 @@ def test_other_weights_are_another_identity(
 ) -> None:
     import shutil
 
-    from .cache.test_key import rewritten, tensors
+    from .cache.conftest import rewritten, tensors
 
     other = Path(shutil.copytree(glm53_checkpoint, tmp_path / "checkpoint"))
     make(**on_disk(tmp_path / "cache")).generate(png())
@@ -469,7 +469,9 @@ def test_a_bug_while_results_are_handed_out_leaves_nobody_waiting(
     assert where != "share" or isinstance(outcomes[0], ReplicaError)
     assert encoder.submit(png()).result(timeout=30)
     nothing_left(encoder)
-    assert where != "keep" or (encoder.cache_stats().errors == 1 and "a result was not stored" in caplog.text)
+    assert where != "keep" or (
+        encoder.cache_stats().errors == 1 and "a result could not be cached" in caplog.text
+    )
 
 
 def test_callbacks_of_what_was_found_late_hold_no_cpu(

@@ -169,7 +169,7 @@ def test_the_budget_holds(tmp_path: Path, glm53_checkpoint: Path, monkeypatch: p
         "--cache", cache, "--cache-bytes", "4k",
     )  # fmt: skip
     assert done.exit_code == 0
-    assert done.stderr == "mm-encoder: cache: results larger than 1.0 KiB (1024 bytes), not kept: 1\n"
+    assert done.stderr == "mm-encoder: cache: results larger than 1.0 KiB (1024 bytes), not stored: 1\n"
     assert entries(cache) == []
 
 
@@ -294,7 +294,7 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
 
 def test_a_budget_has_room_for_four_of_the_largest() -> None:
     def made(text: str | None) -> tuple[int, int]:
-        config = caches.configured(Path("c"), None if text is None else parse_bytes(text))
+        config = caches.cache_config(Path("c"), None if text is None else parse_bytes(text))
         assert config is not None
         return config.disk_bytes, config.max_entry_bytes
 
@@ -302,7 +302,7 @@ def test_a_budget_has_room_for_four_of_the_largest() -> None:
     assert made("1T") == (1024**4, 256 * 1024**2)
     assert made("1M") == (1024**2, 256 * 1024)
     assert made("1048579") == (1024**2 + 3, 256 * 1024)
-    assert caches.configured(None, None) is None
+    assert caches.cache_config(None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_stats_says_what_is_there_in_use_or_not(directory: Path) -> None:
         "backend": "files",
         "entries": "3",
         "bytes": bytes_of(size),
-        "budget": "not recorded: whoever opens the directory says its own",
+        "budget": "not recorded: each encoder sets its own when it opens the directory",
     }
     before = state(directory)
     done = call("cache", "stats", directory)
@@ -428,7 +428,7 @@ def test_stats_says_what_is_there_in_use_or_not(directory: Path) -> None:
     (directory / "notes.txt").write_text("mine")
     more = facts(call("cache", "stats", directory).stdout)
     assert more.pop("unfinished").startswith("1 files")
-    assert more.pop("not the cache's").startswith("1 files")
+    assert more.pop("foreign").startswith("1 files")
     assert more == expected
 
 
@@ -442,7 +442,7 @@ def test_verify_finds_all_whole_even_in_use(directory: Path) -> None:
     finally:
         tier.close()
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout == f"3 whole entries, {bytes_of(size)}; 0 damaged\n"
+    assert done.stdout == f"3 intact entries, {bytes_of(size)}; 0 damaged\n"
     assert {k: v for k, v in state(directory).items() if k != LEDGER} == {
         k: v for k, v in before.items() if k != LEDGER
     }
@@ -465,7 +465,7 @@ def test_verify_names_every_damaged_file_and_its_reason(directory: Path) -> None
     before = state(directory)
     done = run("cache", "verify", directory)
     assert done.returncode == 1
-    assert done.stdout == f"1 whole entries, {bytes_of(third.stat().st_size)}; 8 damaged\n"
+    assert done.stdout == f"1 intact entries, {bytes_of(third.stat().st_size)}; 8 damaged\n"
     reasons = dict(line.split(": ", 1) for line in done.stderr.splitlines())
     assert set(reasons) == {str(path) for path in (*names.values(), first, second)}
     for path, said in {
@@ -473,7 +473,7 @@ def test_verify_names_every_damaged_file_and_its_reason(directory: Path) -> None
         names[1]: "it is the entry of",
         names[2]: "not a regular file",
         names[3]: "not a regular file",
-        names[4]: "does not begin as an entry does",
+        names[4]: "does not start with the magic of an entry",
         names[5]: "bytes, but its header and rows take",
         second: "bytes, but its header and rows take",
         first: "checksum differs",
@@ -537,7 +537,7 @@ def test_what_is_no_cache_is_refused_and_left_as_it_is(
     done = call("cache", command, path)
     assert (done.exit_code, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"mm-encoder: {path} is no cache's directory: ")
+    assert line.startswith(f"mm-encoder: {path} is not an mm-encoder cache: ")
     assert line.isprintable()
     assert state(tmp_path) == before
 
@@ -644,5 +644,5 @@ def test_encode_takes_no_foyer_directory(
         "encode", glm53_checkpoint, image, "--out", out, "--device", "cpu", "--cache", foyer_directory
     )
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "no cache's directory" in done.stderr
+    assert "is not an mm-encoder cache" in done.stderr
     assert sorted(path.name for path in foyer_directory.iterdir()) == before

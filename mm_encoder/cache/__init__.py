@@ -1,1 +1,1 @@
-"""Results kept: a key that covers the weights, a tier in memory, a tier on disk, and one flight a key."""
+"""The result cache: keys, a memory tier, disk tiers, and request coalescing per key."""

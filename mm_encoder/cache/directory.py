@@ -1,12 +1,12 @@
-"""The directory of the files backend: what lies in it, and how an entry's file is read and written.
+"""The directory of the files backend: its layout, and reading and writing of entry files.
 
-    mm-encoder-cache.lock     makes the directory a cache's; locked for as long as a tier is open, shared by
-                              those who open it with shared=True, else exclusively
-    mm-encoder-cache.ledger   how many entries, how many bytes; whoever changes an entry holds its lock
-    <key in hex>.rows         an entry, immutable; its modification time is when it was last used
-    <key in hex>.tmp          an entry being written, by the one who holds the ledger
+    mm-encoder-cache.lock     marks the directory as a cache; locked while a tier is open: shared if it was
+                              opened with shared=True, else exclusive
+    mm-encoder-cache.ledger   numbers of entries and bytes; its lock is held while entries are changed
+    <key in hex>.rows         an entry, immutable; its modification time is the time of last use
+    <key in hex>.tmp          an entry being written by the process that holds the ledger lock
 
-Anything else is a stranger's, and left alone.
+Every other file is foreign, and is never touched.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .entry import Entry
 
 LOCK = "mm-encoder-cache.lock"
 LEDGER = "mm-encoder-cache.ledger"
-_OURS = re.compile(r"([0-9a-f]{64})\.(rows|tmp)")
-_FIRST_READ = 4096  # has the whole header of most entries
+_ENTRY_NAME = re.compile(r"([0-9a-f]{64})\.(rows|tmp)")
+_FIRST_READ_BYTES = 4096  # enough for the whole header of most entries
 
 
-class Found(NamedTuple):
-    """An entry's file as a scan saw it; those used longest ago sort first."""
+class EntryFile(NamedTuple):
+    """An entry's file as seen by a scan; the least recently used file sorts first."""
 
     used_ns: int
     bytes: int
@@ -38,88 +38,88 @@ class Found(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """A directory's files. `temporaries` are whole or partly written; `odd` have an entry's name and are
-    no files, but links, folders, ...; `strangers` are names that no cache gives.
+    """A directory's contents. `temporaries` may be complete or partly written. `irregular` are links, folders
+    and the like under the name of an entry. `foreign` are names that no cache uses.
     """
 
-    entries: list[Found]
-    temporaries: list[Found]
-    odd: list[str]
-    strangers: list[str]
+    entries: list[EntryFile]
+    temporaries: list[EntryFile]
+    irregular: list[str]
+    foreign: list[str]
 
 
 def scan(path: str) -> Listing:
-    """What lies in the directory now. What vanishes meanwhile is left out."""
+    """List the directory, leaving out files that disappear during the scan."""
     listing = Listing([], [], [], [])
     with os.scandir(path) as files:
         for file in files:
-            ours = _OURS.fullmatch(file.name)
-            if ours is None:
+            match = _ENTRY_NAME.fullmatch(file.name)
+            if match is None:
                 if file.name not in (LOCK, LEDGER):
-                    listing.strangers.append(file.name)
+                    listing.foreign.append(file.name)
                 continue
             try:
                 status = file.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
             if not stat.S_ISREG(status.st_mode):
-                listing.odd.append(file.path)
+                listing.irregular.append(file.path)
                 continue
-            kind = listing.entries if ours[2] == "rows" else listing.temporaries
-            kind.append(Found(status.st_mtime_ns, status.st_size, file.path))
+            kind = listing.entries if match[2] == "rows" else listing.temporaries
+            kind.append(EntryFile(status.st_mtime_ns, status.st_size, file.path))
     return listing
 
 
-def require_ours(path: str, names: list[str] | None = None) -> None:
-    """Raise CacheError unless `path` is a directory that a cache made its own."""
+def require_cache(path: str, names: list[str] | None = None) -> None:
+    """Raise CacheError unless `path` is a directory of the files backend."""
     try:
         names = sorted(os.listdir(path)) if names is None else names
     except OSError as error:
-        raise CacheError(f"{path} is no cache's directory: {error.strerror}") from error
+        raise CacheError(f"{path} is not an mm-encoder cache: {error.strerror}") from error
     if LOCK not in names and LEDGER not in names:
         holds = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise CacheError(
-            f"{path} is no cache's directory: it holds {holds or 'nothing'} (a new cache wants a new or an "
-            "empty directory)"
+            f"{path} is not an mm-encoder cache: it contains {holds or 'nothing'}; give a cache's directory, "
+            "or for a new cache a new or empty one"
         )
 
 
 def entry_path(directory: str, key: bytes) -> str:
-    """Where the entry of `key` lies."""
+    """Return the path of the entry of `key`."""
     return os.path.join(directory, f"{key.hex()}.rows")
 
 
 def temporary_path(directory: str, key: bytes) -> str:
-    """Where it is written before; in the same directory, so that a rename puts it in its place."""
+    """Return the path it is first written to: in the same directory, so that a rename replaces atomically."""
     return os.path.join(directory, f"{key.hex()}.tmp")
 
 
 def key_of(path: str) -> bytes:
-    """The key whose entry lies at `path`."""
+    """Return the key of the entry at `path`."""
     return bytes.fromhex(os.path.basename(path).removesuffix(".rows"))
 
 
 def remove(path: str) -> None:
-    """Remove a file or a link, or an empty folder that lies in its place. Raises OSError."""
+    """Remove a file or link, or an empty folder of that name. Raises OSError."""
     try:
         os.unlink(path)
     except FileNotFoundError:
         pass
-    except (
-        IsADirectoryError,
-        PermissionError,
-    ):  # which of them an unlinked folder gives depends on the system
+    except (IsADirectoryError, PermissionError):  # unlink of a folder: which one depends on the system
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise
         os.rmdir(path)
 
 
 def sweep(listing: Listing) -> None:
-    """Remove what is no entry. For who holds the ledger: whoever wrote it and does not is dead."""
+    """Remove temporaries and irregular names.
+
+    The caller must hold the ledger lock: a temporary file seen under it was left by a writer that died.
+    """
     for temporary in listing.temporaries:
         remove(temporary.path)
-    for path in listing.odd:
-        with suppress(OSError):  # a folder with something in it, which is not ours to judge
+    for path in listing.irregular:
+        with suppress(OSError):  # a folder with contents, which may be the user's
             remove(path)
 
 
@@ -127,8 +127,8 @@ def sweep(listing: Listing) -> None:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[tuple[int, os.stat_result]]:
-    """Descriptor and status of a file that is read; no link is followed, no pipe waited for."""
+def open_entry(path: str) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a file for reading, as descriptor and status; follows no link and does not wait for a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         yield descriptor, os.fstat(descriptor)
@@ -137,29 +137,29 @@ def opened(path: str) -> Iterator[tuple[int, os.stat_result]]:
 
 
 def load(descriptor: int, status: os.stat_result, key: bytes) -> Entry:
-    """The entry of `key`, verified. Raises EntryError, or OSError where the system cannot read it."""
+    """Read and verify the entry of `key`. Raises EntryError if it is invalid, OSError if reading fails."""
     if not stat.S_ISREG(status.st_mode):
         raise EntryError("it is not a regular file")
-    head = os.pread(descriptor, _FIRST_READ, 0)
+    head = os.pread(descriptor, _FIRST_READ_BYTES, 0)
     if len(head) < header_length(head) <= status.st_size:
         head = os.pread(descriptor, header_length(head), 0)
     header = read_header(head)
     wanted = header.header_bytes + header.payload_bytes
-    if status.st_size != wanted:  # before that much is allocated
+    if status.st_size != wanted:  # checked before that much is allocated
         raise EntryError(f"{status.st_size} bytes, but its header and rows take {wanted}")
     rows = empty_rows(header)
     unread, position = payload_view(rows), header.header_bytes
-    while unread:  # the system reads no more than 2 GiB at a time
+    while unread:  # Linux reads at most 2 GiB per call
         count = os.preadv(descriptor, [unread], position)
         if count == 0:
-            raise EntryError("it was cut while it was read")
+            raise EntryError("it was truncated while it was read")
         unread, position = unread[count:], position + count
     check(header, key, rows)
     return Entry(rows, header.metadata)
 
 
 def write(path: str, *parts: bytes | memoryview) -> None:
-    """A new file of these bytes, just used. Raises OSError, and then may have left a part of it."""
+    """Write a new file, marked as just used. Raises OSError, and may then leave a partial file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
@@ -173,7 +173,7 @@ def write(path: str, *parts: bytes | memoryview) -> None:
 
 
 def touch(file: int | str) -> None:
-    """Note that an entry was used. In nanoseconds: by itself the system's stamps are milliseconds apart."""
+    """Set the time of last use to now, in nanoseconds: the kernel's own timestamps are milliseconds apart."""
     now = time.time_ns()
-    with suppress(OSError):  # not the owner: then it only looks older than it is
+    with suppress(OSError):  # not the file's owner: it then only looks older than it is
         os.utime(file, ns=(now, now))

@@ -1,4 +1,4 @@
-"""What the tiers keep, and what a disk tier is."""
+"""The entry that every tier stores, and the interface of a disk tier."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..contract import ImageMetadata
 
 
 class Entry(NamedTuple):
-    """A result: `rows` [length, width] on the CPU, contiguous, in a storage of their own."""
+    """A result: `rows` [length, width] on the CPU, contiguous; no other tensor shares their storage."""
 
     rows: torch.Tensor
     metadata: ImageMetadata
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage that the rows keep alive."""
+        """Size in bytes of the storage that the rows keep alive."""
         return self.rows.untyped_storage().nbytes()
 
 
 class DiskStats(NamedTuple):
-    """A disk tier's counts. `bytes` are those that its files take of the budget."""
+    """A disk tier's counters. `bytes` is the part of the budget that its files use."""
 
     entries: int
     bytes: int
@@ -31,18 +31,18 @@ class DiskStats(NamedTuple):
 
 
 class DiskTier(Protocol):
-    """The seam between the tiers. Keys are 32 bytes. After the constructor nothing raises: a fault is
-    counted, logged, and a miss or a put that did not happen.
+    """Interface of a disk backend. Keys are 32 bytes. Only the constructor raises: later errors are counted
+    and logged, and appear as a miss from `get` or False from `put`.
     """
 
     def get(self, key: bytes) -> Entry | None:
-        """The entry as it was put, verified in full, in a storage of its own; from any thread."""
+        """Return the entry, fully verified, in newly allocated storage; None on a miss. From any thread."""
 
     def put(self, key: bytes, entry: Entry) -> bool:
-        """Keep `entry`; whether it is kept. From one thread at a time."""
+        """Store `entry` and return whether it is stored. From one thread at a time."""
 
     def stats(self) -> DiskStats:
-        """Counts at this moment."""
+        """Return the counters at this moment."""
 
     def close(self) -> None:
-        """Finish, and give the directory free; twice is fine."""
+        """Finish writing and release the directory's lock. Idempotent."""

@@ -1,7 +1,7 @@
-"""Identity: what a result depends on, as named fields, and the key that covers them all.
+"""Cache keys: SHA-256 over named fields for everything that a result depends on.
 
-A key is SHA-256 over framed fields: every name and value is preceded by its length, so no two lists of
-fields hash the same bytes. Nothing is shortened anywhere.
+Every name and value is preceded by its length, so two different lists of fields never hash the same bytes.
+No digest is truncated.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from ..config import ImageOptions
 
 FORMAT = 1
-"""Of keys and of what they mean; a change makes every older entry a miss."""
+"""Version of the keys and their meaning; changing it makes every older entry a miss."""
 
 
 def digest(fields: Iterable[tuple[str, str]]) -> bytes:
-    """SHA-256 over framed (name, value) pairs, in their order."""
+    """Return the SHA-256 of (name, value) pairs, each text preceded by its length, in the given order."""
     hasher = hashlib.sha256()
     for pair in fields:
         for text in pair:
@@ -27,10 +27,10 @@ def digest(fields: Iterable[tuple[str, str]]) -> bytes:
 
 
 class Keys:
-    """Makes the keys of one encoder from `identity`, what all its results depend on, by name.
+    """Key factory of one encoder. `identity` names everything that all its results depend on, in any order.
 
-    The order of `identity` does not matter. `settings` are what the host may change at any time; they are
-    asked for each key. `bump` starts a new epoch: all keys are others from then on.
+    `settings` returns the process-wide settings that may change at any time; it is called for each key.
+    `bump` starts a new epoch, which changes every key from then on.
     """
 
     def __init__(self, identity: Mapping[str, str], settings: Callable[[], Mapping[str, str]] = dict) -> None:
@@ -39,16 +39,16 @@ class Keys:
         self.prefix = digest(self.identity.items())
 
     def bump(self) -> None:
-        """Start a new epoch. Its name is random: what one process calls its first is no other's first."""
+        """Start a new epoch. Its name is random, so that epochs of different processes never coincide."""
         self.identity = {**self.identity, "epoch": secrets.token_hex(32)}
         self.prefix = digest(self.identity.items())
 
     def fields(self, mm_hash: str, options: ImageOptions | None) -> dict[str, str]:
-        """Everything that the key of one image covers."""
+        """Return all the fields that the key of one image covers."""
         return {**self.identity, **self._image(mm_hash, options)}
 
     def key(self, mm_hash: str, options: ImageOptions | None) -> bytes:
-        """The 32 bytes for one image: its `mm_hash` covers model, kind and content."""
+        """Return the 32-byte key of one image; its `mm_hash` covers model name, kind and content."""
         return hashlib.sha256(self.prefix + digest(self._image(mm_hash, options).items())).digest()
 
     def _image(self, mm_hash: str, options: ImageOptions | None) -> dict[str, str]:

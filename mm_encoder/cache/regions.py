@@ -1,4 +1,4 @@
-"""The directory of the foyer backend: whose it is, its lock, its region files."""
+"""The directory of the foyer backend: ownership, lock and region files."""
 
 from __future__ import annotations
 
@@ -14,72 +14,67 @@ from ..errors import CacheError, CacheLockedError
 from . import codec
 
 _FORMAT = f"1.{codec.FORMAT}"
-# Other names than the files backend has: neither takes the other's directory for its own. The stamp is an
-# empty file, whose name says format, number of regions and generation; the budget has no room for more.
+# Names that differ from those of the files backend, so that neither opens the other's directory. The stamp is
+# an empty file whose name holds format, number of regions and generation: contents would exceed the budget.
 LOCK, _STAMP = "mm-encoder-foyer.lock", "mm-encoder-foyer"
-_STAMPED = re.compile(rf"{_STAMP}-[0-9a-f.-]+")
-_REGIONS = re.compile("foyer-storage-direct-fs-[0-9]{8}")
-_OURS = re.compile("|".join((re.escape(LOCK), _STAMPED.pattern, _REGIONS.pattern)))
+_STAMP_NAME = re.compile(rf"{_STAMP}-[0-9a-f.-]+")
+_REGION_NAME = re.compile("foyer-storage-direct-fs-[0-9]{8}")
+_KNOWN_NAME = re.compile("|".join((re.escape(LOCK), _STAMP_NAME.pattern, _REGION_NAME.pattern)))
 
-
-REGION = 16 * 1024**2
-"""Bytes of one of foyer's regions, and of its file."""
-_MIN_REGIONS = 4  # with fewer foyer's close() hangs
+REGION_BYTES = 16 * 1024**2
+"""Size of a foyer region, and of its file."""
+_MIN_REGIONS = 4  # with fewer, foyer's close() hangs
 _SPARE_DESCRIPTORS = 64
 
 
-def regions_of(max_bytes: int) -> int:
-    """How many regions a budget has room for. Raises CacheError where they are too few."""
-    regions = require_int("max_bytes", max_bytes, 0) // REGION
+def region_count(max_bytes: int) -> int:
+    """Return the number of regions that fit into a budget. Raises CacheError if they are too few."""
+    regions = require_int("max_bytes", max_bytes, 0) // REGION_BYTES
     if regions < _MIN_REGIONS:
         raise CacheError(
-            f"the foyer backend needs at least {_MIN_REGIONS * REGION} bytes (64 MiB) of disk; "
-            f"got {max_bytes}, rounded down to a multiple of 16 MiB {regions * REGION}"
+            f"the foyer backend needs at least {_MIN_REGIONS * REGION_BYTES} bytes (64 MiB) of disk; "
+            f"got {max_bytes}, rounded down to {regions * REGION_BYTES} (a multiple of 16 MiB)"
         )
     return regions
 
 
 def check_descriptors(regions: int) -> None:
-    """Raise CacheError where the process may not open a file for each region."""
+    """Raise CacheError if the process may not open one file per region."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + regions + _SPARE_DESCRIPTORS
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise CacheError(
-            f"foyer keeps {regions} files open, one for each 16 MiB; with those open now and some to spare "
-            f"that is {needed}, but this process may open {limit} (ulimit -n)"
+            f"foyer keeps {regions} files open, one per 16 MiB; with others and some to spare this process "
+            f"needs {needed}, but may open {limit} (ulimit -n): raise the limit, or lower disk_bytes"
         )
 
 
-def locked(path: Path) -> FileLock:
-    """The lock of a directory, which is made if need be, held. Raises CacheError, CacheLockedError."""
-    # Not of one thread: the one that closes it is another.
+def acquire_lock(path: Path) -> FileLock:
+    """Create the directory if it is missing, and lock it. Raises CacheError, CacheLockedError."""
+    # Not thread-local: another thread releases it.
     lock = FileLock(path / LOCK, thread_local=False)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_ours(path)
+        _require_cache(path)
         lock.acquire(blocking=False)
     except Timeout as error:
-        raise CacheLockedError(
-            f"{path} is in use by another encoder; each needs a directory of its own"
-        ) from error
+        raise CacheLockedError(f"{path} is in use by another encoder; use another directory") from error
     except OSError as error:
         raise CacheError(f"the cache cannot be opened in {path}: {error}") from error
     return lock
 
 
-def _require_ours(path: Path) -> None:
-    strangers = sorted(name for name in os.listdir(path) if not _OURS.fullmatch(name))
-    if strangers:
+def _require_cache(path: Path) -> None:
+    foreign = sorted(name for name in os.listdir(path) if not _KNOWN_NAME.fullmatch(name))
+    if foreign:
         raise CacheError(
-            f"{path} must be empty or a foyer cache of this library; it holds {', '.join(strangers[:3])}"
-            + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
+            f"{path} must be empty or a foyer cache of this library; it contains {', '.join(foreign[:3])}"
+            + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         )
 
 
-def prepare(path: Path, regions: int) -> bytes:
-    """Wipe what is of another capacity or format, and allocate every region; the generation, which every
-    record's name begins with.
-    """
+def allocate(path: Path, regions: int) -> bytes:
+    """Wipe a cache of another size or format, allocate all regions, and return the prefix of record names."""
     files = {f"foyer-storage-direct-fs-{index:08d}" for index in range(regions)}
     prefix = f"{_STAMP}-{_FORMAT}-{regions}-"
     found = set(os.listdir(path)) - {LOCK}
@@ -93,14 +88,14 @@ def prepare(path: Path, regions: int) -> bytes:
         for name in sorted(files):
             descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
-                os.posix_fallocate(descriptor, 0, REGION)
+                os.posix_fallocate(descriptor, 0, REGION_BYTES)
             finally:
                 os.close(descriptor)
         (path / stamp).touch()
     except OSError as error:
-        # Half a cache would only keep the disk full.
+        # Do not leave a partial cache that only fills the disk.
         _wipe(path, files | {stamp})
-        raise CacheError(f"no {regions * REGION} bytes can be allocated in {path}: {error}") from error
+        raise CacheError(f"cannot allocate {regions * REGION_BYTES} bytes in {path}: {error}") from error
     return stamp.removeprefix(prefix).encode()
 
 
@@ -112,37 +107,37 @@ def _wipe(path: Path, names: set[str]) -> None:
 # --- for `mm-encoder cache` --------------------------------------------------------------------------
 
 
-def is_foyers(directory: Path) -> bool:
-    """Whether a directory is one of this backend."""
+def is_foyer_directory(directory: Path) -> bool:
+    """Return whether a directory belongs to this backend."""
     try:
-        return any(name == LOCK or _STAMPED.fullmatch(name) for name in os.listdir(directory))
+        return any(name == LOCK or _STAMP_NAME.fullmatch(name) for name in os.listdir(directory))
     except OSError:
         return False
 
 
-def weight(directory: Path) -> int:
-    """The bytes that it takes, which is also its budget."""
+def allocated_bytes(directory: Path) -> int:
+    """Return the bytes that the cache uses, which is also its budget."""
     return sum(file.stat(follow_symlinks=False).st_size for file in _files(directory))
 
 
 def clear(directory: Path) -> int:
-    """Remove all but the lock; the bytes that it took. Raises CacheError, CacheLockedError."""
+    """Remove everything but the lock, and return the bytes freed. Raises CacheError, CacheLockedError."""
     freed = 0
     try:
         with FileLock(directory / LOCK, blocking=False):
             for file in _files(directory):
                 freed += file.stat(follow_symlinks=False).st_size
-                os.unlink(file.path)  # the stamp first: without it the rest is nothing to who opens it
+                os.unlink(file.path)  # the stamp first: without it the next open wipes the rest
     except Timeout as error:
-        raise CacheLockedError(f"the cache's directory {directory} is in use by another encoder") from error
+        raise CacheLockedError(f"the cache directory {directory} is in use by another encoder") from error
     except OSError as error:
         raise CacheError(f"{directory} cannot be cleared: {error.strerror}") from error
     return freed
 
 
 def _files(directory: Path) -> list[os.DirEntry[str]]:
-    """The files that make up the cache, stamps first."""
+    """Return the files that make up the cache, stamps first."""
     with os.scandir(directory) as files:
         found = [file for file in files if file.is_file(follow_symlinks=False)]
-    stamps = [file for file in found if _STAMPED.fullmatch(file.name)]
-    return stamps + [file for file in found if _REGIONS.fullmatch(file.name)]
+    stamps = [file for file in found if _STAMP_NAME.fullmatch(file.name)]
+    return stamps + [file for file in found if _REGION_NAME.fullmatch(file.name)]

@@ -1,4 +1,4 @@
-"""The cache of one encoder: memory before disk, and one writer behind both."""
+"""The cache of one encoder: a memory tier in front of a disk tier, and a write-behind thread."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .memory import MemoryTier, live_cpu_bytes_process
 logger = logging.getLogger("mm_encoder")
 
 Rows = Callable[[], torch.Tensor]
-"""Gives a result's rows on the CPU, in a storage of their own; may wait for a device."""
+"""Returns a result's rows on the CPU, in storage that nothing else shares; may wait for a device."""
 
-_BACKLOG = 128 * 1024**2
+_MAX_BACKLOG_BYTES = 128 * 1024**2
 
 
-class _Waiting(NamedTuple):
-    """A result on its way to the tiers."""
+class _PendingWrite(NamedTuple):
+    """A result in the write backlog."""
 
     rows: Rows
     metadata: ImageMetadata
@@ -37,15 +37,15 @@ class _Waiting(NamedTuple):
 
 
 class Cache:
-    """Two tiers and a writer thread; from any thread.
+    """Memory tier, optional disk tier and writer thread. Thread-safe.
 
-    `keys` is called once the directory is open, since it reads all the weights. Raises CacheError where the
-    cache cannot be opened.
+    `keys` is called after the directory is open, as it reads all the weights. Raises CacheError if the cache
+    cannot be opened.
     """
 
     def __init__(self, config: CacheConfig, keys: Callable[[], Keys]) -> None:
-        self._max_entry = config.max_entry_bytes
-        self._max_backlog = max(_BACKLOG, config.max_entry_bytes)
+        self._max_entry_bytes = config.max_entry_bytes
+        self._max_backlog_bytes = max(_MAX_BACKLOG_BYTES, config.max_entry_bytes)
         self._memory = MemoryTier(config.memory_bytes)
         self._disk = _open_disk(config)
         try:
@@ -56,59 +56,59 @@ class Cache:
             raise
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._reading: dict[bytes, Future[Entry | None]] = {}
-        # What is to be stored; the first of it is being written.
-        self._backlog: OrderedDict[bytes, _Waiting] = OrderedDict()
+        self._disk_reads: dict[bytes, Future[Entry | None]] = {}
+        # Pending writes, oldest first; the writer is at the first one.
+        self._backlog: OrderedDict[bytes, _PendingWrite] = OrderedDict()
         self._backlog_bytes = 0
         self._changed = threading.Condition(self._lock)
         self._closed = False
-        self._writer = threading.Thread(target=self._write, name="mm-encoder-cache", daemon=True)
+        self._writer = threading.Thread(target=self._run_writer, name="mm-encoder-cache", daemon=True)
         self._writer.start()
 
     def memory(self, key: bytes) -> Entry | None:
-        """The entry, if it is in memory, or on its way from there to disk. Not counted."""
+        """Return the entry if it is in the memory tier or in the backlog after it. Does not count."""
         entry = self._memory.get(key)
         if entry is not None:
             return entry
         with self._lock:
-            waiting = self._backlog.get(key)
-        return None if waiting is None or not waiting.in_memory else Entry(waiting.rows(), waiting.metadata)
+            pending = self._backlog.get(key)
+        return None if pending is None or not pending.in_memory else Entry(pending.rows(), pending.metadata)
 
     def get(self, key: bytes) -> Entry | None:
-        """The entry, from memory or disk; its metadata's `cache` says which. Counts hits, not misses. Of
-        those who ask for one key at a time, one reads the disk.
+        """Return the entry from memory or disk; its metadata's `cache` tells which. Counts hits, not misses.
+        When several threads ask for one key, a single reader reads the disk.
         """
         entry = self._memory.get(key)
         if entry is not None:
             self.count("memory_hits")
             return entry
-        return self._read(key)
+        return self._read_pending_or_disk(key)
 
     def put(self, key: bytes, rows: torch.Tensor, metadata: ImageMetadata) -> None:
-        """Keep CPU rows, which must not change any more: in memory at once, on disk soon."""
-        kept = _kept(metadata)
+        """Store CPU rows, which must not change any more: in memory at once, on disk behind it."""
+        cached = _as_cached(metadata)
         nbytes = rows.untyped_storage().nbytes()
-        if nbytes > self._max_entry:
+        if nbytes > self._max_entry_bytes:
             self.count("bypasses")
             return
-        self._memory.put(key, Entry(rows, kept))
+        self._memory.put(key, Entry(rows, cached))
         if self._disk is not None:
-            self._add(key, _Waiting(lambda: rows, kept, nbytes, in_memory=True))
+            self._enqueue_write(key, _PendingWrite(lambda: rows, cached, nbytes, in_memory=True))
 
     def put_behind(self, key: bytes, rows: Rows, metadata: ImageMetadata, nbytes: int) -> None:
-        """Keep rows that are on the CPU only once the writer has asked for them."""
-        if nbytes > self._max_entry:
+        """Store rows that the writer thread must fetch first: calling `rows` copies them to the CPU."""
+        if nbytes > self._max_entry_bytes:
             self.count("bypasses")
         else:
-            self._add(key, _Waiting(rows, _kept(metadata), nbytes, in_memory=False))
+            self._enqueue_write(key, _PendingWrite(rows, _as_cached(metadata), nbytes, in_memory=False))
 
     def count(self, name: str) -> None:
-        """Add one to a count of CacheStats."""
+        """Increment a counter of CacheStats."""
         with self._lock:
             self._counts[name] += 1
 
     def stats(self) -> CacheStats:
-        """Counts at this moment."""
+        """Return the counters at this moment."""
         memory = self._memory.stats()
         disk = DiskStats(0, 0, 0, 0) if self._disk is None else self._disk.stats()
         with self._lock:
@@ -131,7 +131,7 @@ class Cache:
         )
 
     def close(self) -> None:
-        """Write what is still to be written, and give the directory free. Twice is fine."""
+        """Write the whole backlog, then close both tiers and release the directory. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -140,24 +140,24 @@ class Cache:
             self._disk.close()
         self._memory.close()
 
-    def _read(self, key: bytes) -> Entry | None:
-        """What is on its way to the tiers, or on disk."""
+    def _read_pending_or_disk(self, key: bytes) -> Entry | None:
+        """Return the entry from the backlog or from disk; one thread per key reads, the others wait."""
         with self._lock:
-            waiting = self._backlog.get(key)
-            reading = self._reading.get(key)
-            first = waiting is None and reading is None and self._disk is not None
-            if first:
-                self._reading[key] = Future()
-        if waiting is not None:  # it may have left memory already
+            pending = self._backlog.get(key)
+            disk_read = self._disk_reads.get(key)
+            is_reader = pending is None and disk_read is None and self._disk is not None
+            if is_reader:
+                self._disk_reads[key] = Future()
+        if pending is not None:  # the memory tier may have evicted it already
             try:
-                entry = Entry(waiting.rows(), waiting.metadata)
-            except Exception:  # from a device; the writer will meet it too, and log it
+                entry = Entry(pending.rows(), pending.metadata)
+            except Exception:  # a device error; the writer meets it too, and logs it
                 return None
             self.count("memory_hits")
             return entry
-        if first:
+        if is_reader:
             return self._read_disk(key)
-        found = None if reading is None else reading.result()
+        found = None if disk_read is None else disk_read.result()
         if found is not None:
             self.count("memory_hits")
         return found
@@ -168,56 +168,56 @@ class Cache:
             assert self._disk is not None
             entry = self._disk.get(key)
             if entry is not None:
-                entry = Entry(entry.rows, _kept(entry.metadata))
+                entry = Entry(entry.rows, _as_cached(entry.metadata))
                 self._memory.put(key, entry)
         finally:
             with self._lock:
-                reading = self._reading.pop(key)
-            reading.set_result(entry)
+                disk_read = self._disk_reads.pop(key)
+            disk_read.set_result(entry)
         if entry is None:
             return None
         self.count("disk_hits")
         return Entry(entry.rows, replace(entry.metadata, cache="disk"))
 
-    def _add(self, key: bytes, waiting: _Waiting) -> None:
+    def _enqueue_write(self, key: bytes, pending: _PendingWrite) -> None:
         with self._changed:
             if key in self._backlog or self._closed:
                 return
-            if self._backlog and self._backlog_bytes + waiting.nbytes > self._max_backlog:
-                self._counts["dropped"] += 1  # rather than hold anybody up
+            if self._backlog and self._backlog_bytes + pending.nbytes > self._max_backlog_bytes:
+                self._counts["dropped"] += 1  # rather than block the caller
                 return
-            self._backlog[key] = waiting
-            self._backlog_bytes += waiting.nbytes
+            self._backlog[key] = pending
+            self._backlog_bytes += pending.nbytes
             self._changed.notify_all()
 
-    def _write(self) -> None:
+    def _run_writer(self) -> None:
         while True:
             with self._changed:
                 while not self._backlog and not self._closed:
                     self._changed.wait()
                 if not self._backlog:
                     return
-                key, waiting = next(iter(self._backlog.items()))
+                key, pending = next(iter(self._backlog.items()))
             try:
-                self._store(key, waiting)
+                self._store(key, pending)
             except Exception:
                 self.count("errors")
-                logger.exception("a result was not stored", extra={"mm_event": "cache_error"})
+                logger.exception("a result could not be cached", extra={"mm_event": "cache_error"})
             with self._lock:
                 del self._backlog[key]
-                self._backlog_bytes -= waiting.nbytes
-            del waiting  # an idle writer keeps nothing alive
+                self._backlog_bytes -= pending.nbytes
+            del pending  # an idle writer keeps nothing alive
 
-    def _store(self, key: bytes, waiting: _Waiting) -> None:
-        entry = Entry(waiting.rows(), waiting.metadata)
-        if not waiting.in_memory:
+    def _store(self, key: bytes, pending: _PendingWrite) -> None:
+        entry = Entry(pending.rows(), pending.metadata)
+        if not pending.in_memory:
             self._memory.put(key, entry)
         if self._disk is not None and not self._disk.put(key, entry):
             self.count("dropped")
 
 
-def _kept(metadata: ImageMetadata) -> ImageMetadata:
-    """As the next who asks is told."""
+def _as_cached(metadata: ImageMetadata) -> ImageMetadata:
+    """Return `metadata` as later hits report it."""
     return replace(metadata, cache="memory", timings=(), device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""What may be asked of a files backend's directory from outside: `mm-encoder cache stats|verify|clear`."""
+"""Maintenance of a files backend's directory: `mm-encoder cache stats|verify|clear`."""
 
 from __future__ import annotations
 
@@ -8,76 +8,76 @@ from typing import NamedTuple
 
 from ..errors import CacheError
 from .codec import EntryError
-from .directory import key_of, load, opened, remove, require_ours, scan, sweep
+from .directory import key_of, load, open_entry, remove, require_cache, scan, sweep
 from .ledger import Lock
 
 
 class Description(NamedTuple):
-    """A directory's files at one moment; `strangers` are names that no cache gives, which it leaves alone."""
+    """Counts of a directory's files at one moment; `foreign` are names that no cache uses or touches."""
 
     entries: int
     bytes: int
     temporaries: int
-    strangers: int
+    foreign: int
 
 
 class Verification(NamedTuple):
-    """What reading every entry found: how many are whole, their bytes, and why each other is not."""
+    """The result of reading every entry: count and bytes of the intact ones, reasons for the damaged."""
 
-    whole: int
+    intact: int
     bytes: int
     damaged: tuple[tuple[str, str], ...]
-    """Name and reason."""
+    """(file name, reason) each."""
     temporaries: int
-    strangers: int
+    foreign: int
 
 
 def describe(path: str | Path) -> Description:
-    """Count a cache's files, in use or not. Raises CacheError for what is no cache's directory."""
-    require_ours(os.fspath(path))
+    """Count the files of a cache, in use or not. Raises CacheError if `path` is not a cache."""
+    require_cache(os.fspath(path))
     listing = scan(os.fspath(path))
-    size = sum(found.bytes for found in listing.entries)
-    return Description(len(listing.entries), size, len(listing.temporaries), len(listing.strangers))
+    size = sum(file.bytes for file in listing.entries)
+    return Description(len(listing.entries), size, len(listing.temporaries), len(listing.foreign))
 
 
 def verify(path: str | Path) -> Verification:
-    """Read and check every entry, and change nothing; an encoder may use the directory meanwhile.
+    """Read and check every entry without changes; an encoder may use the directory at the same time.
 
-    Raises CacheError for what is no cache's directory.
+    Raises CacheError if `path` is not a cache.
     """
-    require_ours(os.fspath(path))
+    require_cache(os.fspath(path))
     listing = scan(os.fspath(path))
-    whole = size = 0
-    damaged = [(os.path.basename(odd), "it is not a regular file") for odd in listing.odd]
-    for found in sorted(listing.entries, key=lambda found: found.path):
+    intact = size = 0
+    damaged = [(os.path.basename(irregular), "it is not a regular file") for irregular in listing.irregular]
+    for file in sorted(listing.entries, key=lambda file: file.path):
         try:
-            with opened(found.path) as (descriptor, status):
-                load(descriptor, status, key_of(found.path))
+            with open_entry(file.path) as (descriptor, status):
+                load(descriptor, status, key_of(file.path))
         except FileNotFoundError:  # evicted meanwhile
             continue
         except EntryError as error:
-            damaged.append((os.path.basename(found.path), str(error)))
+            damaged.append((os.path.basename(file.path), str(error)))
         except OSError as error:
-            damaged.append((os.path.basename(found.path), error.strerror or type(error).__name__))
-        except (RuntimeError, MemoryError):  # as Torch says it
-            damaged.append((os.path.basename(found.path), "not read: there is no memory for its rows"))
+            damaged.append((os.path.basename(file.path), error.strerror or type(error).__name__))
+        except (RuntimeError, MemoryError):  # Torch raises RuntimeError
+            damaged.append((os.path.basename(file.path), "not read: not enough memory for its rows"))
         else:
-            whole, size = whole + 1, size + found.bytes
-    return Verification(whole, size, tuple(damaged), len(listing.temporaries), len(listing.strangers))
+            intact, size = intact + 1, size + file.bytes
+    return Verification(intact, size, tuple(damaged), len(listing.temporaries), len(listing.foreign))
 
 
 def clear(path: str | Path) -> Description:
-    """Remove all that a cache put there, and say what it was; the directory stays a cache's.
+    """Remove all entries and temporary files, and return the counts from before; it stays a cache directory.
 
-    Raises CacheLockedError while an encoder uses it, and CacheError for what is no cache's directory.
+    Raises CacheLockedError while an encoder uses it, and CacheError if `path` is not a cache.
     """
-    require_ours(os.fspath(path))
+    require_cache(os.fspath(path))
     lock = Lock(os.fspath(path), shared=False)
     try:
         before, listing = describe(path), scan(os.fspath(path))
         sweep(listing)
-        for found in listing.entries:
-            remove(found.path)
+        for file in listing.entries:
+            remove(file.path)
     except OSError as error:
         raise CacheError(f"{path} cannot be cleared: {error.strerror}") from error
     finally:

@@ -108,7 +108,7 @@ def encode(
     cache_bytes: CacheBytesOption = None,
 ) -> int:
     """Encode images to one safetensors file, one tensor of embedding rows per image, keyed by its path."""
-    cache_config = cache_commands.configured(cache, cache_bytes)
+    config = cache_commands.cache_config(cache, cache_bytes)
     inputs = find_images(images)
     _, loaded_family = load_family(checkpoint, family)  # fails before a folder is created
     check_output("--out", out, ".safetensors", inputs)
@@ -120,12 +120,12 @@ def encode(
         chosen_device(device),
         family,
         dtype=chosen_dtype(dtype),
-        cache=cache_config,
+        cache=config,
         replicas_per_gpu=replicas,
     ) as encoder:
         encoded = _encode_and_write(encoder, inputs, out)
-    if cache_config is not None:
-        cache_commands.complain_of_losses(encoder.cache_stats(), cache_config)
+    if config is not None:
+        cache_commands.report_losses(encoder.cache_stats(), config)
     if preview is not None and encoded:
         _draw(encoded, loaded_family, preview, encoder.model)
     return int(len(encoded) < len(inputs))

@@ -1,4 +1,4 @@
-"""The cache from a shell: an image's key, and what may be asked of a cache's directory."""
+"""The cache on the command line: the key of an image, and maintenance of a cache directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ..cache import regions, upkeep
-from ..cache.directory import LOCK, require_ours
+from ..cache.directory import LOCK, require_cache
 from ..config import CacheConfig, MediaLimits, model_name
 from ..contract import CacheStats
 from ..device import default_dtype, parse_device
@@ -30,14 +30,14 @@ from .options import (
 from .terminal import bytes_of, open_console, printable, report_error, table_of
 
 _DEFAULT_BYTES = 4 * 1024**3
-_LEAST_BYTES = 1024**2  # less is a slip of the unit, such as 4 for 4G
+_LEAST_BYTES = 1024**2  # less is probably a missing unit, such as 4 for 4G
 
 
-def configured(directory: Path | None, max_bytes: int | None) -> CacheConfig | None:
-    """The cache that `--cache` and `--cache-bytes` ask for. Raises ValueError."""
+def cache_config(directory: Path | None, max_bytes: int | None) -> CacheConfig | None:
+    """Return the cache settings of `--cache` and `--cache-bytes`. Raises ValueError."""
     if directory is None:
         if max_bytes is not None:
-            raise ValueError("--cache-bytes is of the cache that --cache names; there is none")
+            raise ValueError("--cache-bytes needs --cache, the directory that it limits")
         return None
     budget = _DEFAULT_BYTES if max_bytes is None else max_bytes
     if budget < _LEAST_BYTES:
@@ -46,10 +46,10 @@ def configured(directory: Path | None, max_bytes: int | None) -> CacheConfig | N
     return CacheConfig(disk_path=directory, disk_bytes=budget, max_entry_bytes=largest)
 
 
-def complain_of_losses(stats: CacheStats, config: CacheConfig) -> None:
-    """Say what of a run the cache, closed by now, did not keep, if anything: its faults stop nothing."""
+def report_losses(stats: CacheStats, config: CacheConfig) -> None:
+    """Report results that the closed cache did not store, if any; cache errors never stop a run."""
     counts = {
-        f"results larger than {bytes_of(config.max_entry_bytes)}, not kept": stats.bypasses,
+        f"results larger than {bytes_of(config.max_entry_bytes)}, not stored": stats.bypasses,
         "results not written": stats.dropped,
         "errors": stats.errors,
     }
@@ -67,7 +67,7 @@ def key(
     family: FamilyOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Say what an image's key in the cache is, and all that it covers; reads the weights, builds nothing."""
+    """Print an image's cache key and every field it covers; reads the weights, but builds no model."""
     opened_checkpoint, rules = load_family(checkpoint, family)
     target = parse_device(chosen_device(device))
     try:
@@ -81,7 +81,7 @@ def key(
     if as_json:
         print(json.dumps({"key": hexadecimal, "fields": fields}, indent=2))
         return 0
-    # Plain lines: values are compared and copied, so not even a narrow terminal may fold them.
+    # Plain lines, which a narrow terminal does not fold: users compare and copy the values.
     width = max(map(len, fields))
     for label, value in (*fields.items(), ("key", hexadecimal)):
         print(f"{label:{width}}  {printable(value)}".rstrip())
@@ -89,7 +89,7 @@ def key(
 
 
 def stats(directory: DirectoryArgument) -> int:
-    """Say what lies in a cache's directory, in use or not."""
+    """Show what a cache directory contains, in use or not."""
     table = table_of("", "", numbers=False)
     for name, value in _foyer_facts(directory) if _is_foyer(directory) else _files_facts(directory):
         table.add_row(name, value)
@@ -98,21 +98,21 @@ def stats(directory: DirectoryArgument) -> int:
 
 
 def verify(directory: DirectoryArgument) -> int:
-    """Read and check every entry, and change nothing; exit code 1 if one is damaged."""
+    """Read and check every entry without changes; exit code 1 if one is damaged."""
     if _is_foyer(directory):
         raise CacheError(
-            f"{directory} is of the foyer backend, which lists no entries, so that there is nothing to go "
-            "through; an encoder verifies every entry whenever it reads it"
+            f"{directory} is a foyer cache, whose entries cannot be listed or verified here; an encoder "
+            "verifies every entry whenever it reads it"
         )
     found = upkeep.verify(directory)
     for name, reason in found.damaged:
         report_error(str(directory / name), reason)
-    print(f"{found.whole} whole entries, {bytes_of(found.bytes)}; {len(found.damaged)} damaged")
+    print(f"{found.intact} intact entries, {bytes_of(found.bytes)}; {len(found.damaged)} damaged")
     return int(bool(found.damaged))
 
 
 def clear(directory: DirectoryArgument) -> int:
-    """Remove a cache's entries, and nothing else; refused while an encoder uses it."""
+    """Remove all entries of a cache, and no other files; refused while an encoder uses it."""
     if _is_foyer(directory):
         print(f"{bytes_of(regions.clear(directory))} freed")
     else:
@@ -127,27 +127,27 @@ def _files_facts(directory: Path) -> list[tuple[str, str]]:
         ("backend", "files"),
         ("entries", str(found.entries)),
         ("bytes", bytes_of(found.bytes)),
-        ("budget", "not recorded: whoever opens the directory says its own"),
+        ("budget", "not recorded: each encoder sets its own when it opens the directory"),
     ]
     if found.temporaries:
-        facts.append(("unfinished", f"{found.temporaries} files: being written, or of a writer that died"))
-    if found.strangers:
-        facts.append(("not the cache's", f"{found.strangers} files, left alone"))
+        facts.append(("unfinished", f"{found.temporaries} files: being written, or left by a killed writer"))
+    if found.foreign:
+        facts.append(("foreign", f"{found.foreign} files, never touched"))
     return facts
 
 
 def _is_foyer(directory: Path) -> bool:
-    """Whether a directory is of the foyer backend. Raises CacheError for what is no cache's directory."""
-    if regions.is_foyers(directory) and not (directory / LOCK).exists():
+    """Return whether a directory is a foyer cache. Raises CacheError if it is no cache at all."""
+    if regions.is_foyer_directory(directory) and not (directory / LOCK).exists():
         return True
-    require_ours(os.fspath(directory))
+    require_cache(os.fspath(directory))
     return False
 
 
 def _foyer_facts(directory: Path) -> list[tuple[str, str]]:
     return [
         ("backend", "foyer"),
-        ("entries", "not known: foyer keeps no list of them"),
-        ("bytes", bytes_of(regions.weight(directory))),
-        ("budget", "the same: all of it is allocated when the directory is opened"),
+        ("entries", "not known: foyer cannot list them"),
+        ("bytes", bytes_of(regions.allocated_bytes(directory))),
+        ("budget", "the same: fully allocated when the directory is opened"),
     ]

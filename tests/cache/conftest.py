@@ -1,10 +1,11 @@
-"""What the tests of the disk tiers share. An entry follows from its key, so any process can tell whether what
-it got is right.
+"""Shared parts of the cache tests. An entry is derived from its key, so every process can check the rows that
+it reads.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from mm_encoder.cache.directory import entry_path, scan
 from mm_encoder.cache.entry import Entry
@@ -21,7 +24,7 @@ from mm_encoder.contract import ImageMetadata
 
 MIB = 1024**2
 BUDGET = 64 * MIB
-"""More than any of the tests needs, and the least that every backend takes."""
+"""Enough for every test, and the smallest budget that every backend accepts."""
 
 
 def key(number: int) -> bytes:
@@ -29,7 +32,7 @@ def key(number: int) -> bytes:
 
 
 def entry(of: bytes, length: int = 3, width: int = 64, dtype: torch.dtype = torch.bfloat16) -> Entry:
-    """Rows of arbitrary bits (NaNs of all kinds among them), which depend on key and shape."""
+    """Rows of arbitrary bits (including all kinds of NaN), derived from key and shape."""
     data = hashlib.shake_128(of).digest(length * width * dtype.itemsize)
     rows = torch.empty(length, width, dtype=dtype, device="cpu")
     rows.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(data, np.uint8)
@@ -53,7 +56,7 @@ def metadata(of: bytes, length: int, width: int, dtype: torch.dtype, /, **change
 
 
 def same(got: Entry | None, wanted: Entry) -> bool:
-    """Bit for bit, which `torch.equal` is not for NaNs."""
+    """Compare bit for bit; `torch.equal` does not for NaNs."""
     return (
         got is not None
         and got.metadata == wanted.metadata
@@ -63,7 +66,7 @@ def same(got: Entry | None, wanted: Entry) -> bool:
 
 
 def bytes_in(directory: str | os.PathLike[str]) -> int:
-    """Of all files below, each counted once though it be renamed meanwhile."""
+    """Sum the sizes of all files below `directory`; a file renamed meanwhile is counted once."""
     sizes: dict[int, int] = {}
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -99,13 +102,13 @@ def put(tier: FileTier, *numbers: int) -> None:
         assert tier.put(key(number), entry(key(number)))
 
 
-def kept(path: Path) -> set[str]:
+def stored_keys(path: Path) -> set[str]:
     return {Path(found.path).stem for found in scan(str(path)).entries}
 
 
 @pytest.fixture(scope="module")
 def file_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """What the file of one small entry takes."""
+    """Size of the file of one small entry."""
     path = tmp_path_factory.mktemp("one")
     tier = FileTier(path, BUDGET)
     put(tier, 0)
@@ -118,3 +121,28 @@ def failing_with(code: int) -> Callable[..., Any]:
         raise OSError(code, os.strerror(code))
 
     return fail
+
+
+# --- checkpoints -------------------------------------------------------------------------------------
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as shard:
+            found |= {name: shard.get_tensor(name) for name in shard.keys()}
+    return found
+
+
+def rewritten(checkpoint: Path, values: dict[str, torch.Tensor], shards: int = 1) -> None:
+    """Replace a checkpoint's weights by `values`, spread over `shards` files."""
+    for path in checkpoint.glob("*.safetensors*"):
+        path.unlink()
+    names = list(values)
+    weight_map: dict[str, str] = {}
+    for index in range(shards):
+        file = f"part-{index}.safetensors"
+        part = {name: values[name].contiguous() for name in names[index::shards]}
+        save_file(part, checkpoint / file)
+        weight_map |= dict.fromkeys(part, file)
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -1,4 +1,4 @@
-"""An entry comes back bit for bit, and whatever is not a whole and right entry is an EntryError."""
+"""Entries come back bit for bit; bytes that are not a complete, valid entry raise EntryError."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ KEY = key(1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def put_together(of: bytes, what: Entry) -> bytes:
+def serialized(of: bytes, what: Entry) -> bytes:
     header, payload = encode(of, what)
     return header + bytes(payload)
 
 
 def read(data: bytes, of: bytes = KEY) -> Entry:
-    """As a tier reads an entry."""
+    """Read an entry as a tier does."""
     header = read_header(data)
     if len(data) != header.header_bytes + header.payload_bytes:
         raise EntryError(f"{len(data)} bytes")
@@ -40,12 +40,12 @@ def read(data: bytes, of: bytes = KEY) -> Entry:
     return Entry(rows, header.metadata)
 
 
-GOOD = put_together(KEY, entry(KEY, 3, 5))
+GOOD = serialized(KEY, entry(KEY, 3, 5))
 PAYLOAD_BYTES = 3 * 5 * 2
 
 
 def forged(described: Any = None, *, payload: bytes = GOOD[-PAYLOAD_BYTES:], number: int = FORMAT) -> bytes:
-    """An entry whose checksums are right, whatever it says; `described` is its JSON, as text or as values."""
+    """An entry with right checksums and arbitrary contents; `described` is its JSON, as bytes or values."""
     text = described if isinstance(described, bytes) else json.dumps(described or good_json()).encode()
     head = struct.pack("<8sIIQ32s", GOOD[:8], number, len(text), len(payload), KEY)
     head += xxhash.xxh3_128_digest(payload)
@@ -57,7 +57,7 @@ def good_json() -> dict[str, Any]:
     return text
 
 
-# --- there and back ----------------------------------------------------------------------------------
+# --- round trips -------------------------------------------------------------------------------------
 
 ints = st.integers(0, 2**70)
 
@@ -84,21 +84,21 @@ ints = st.integers(0, 2**70)
 )
 def test_an_entry_comes_back(dtype: torch.dtype, shape: tuple[int, int], changed: dict[str, Any]) -> None:
     wanted = Entry(entry(KEY, *shape, dtype).rows, metadata(KEY, *shape, dtype, **changed))
-    got = read(put_together(KEY, wanted))
+    got = read(serialized(KEY, wanted))
     assert same(got, wanted)
     assert got.rows.shape == shape
     assert hash(got.metadata) == hash(wanted.metadata)  # lists would not have one
     assert got.nbytes == shape[0] * shape[1] * dtype.itemsize
 
 
-def test_where_it_came_from_and_when_is_not_kept() -> None:
+def test_cache_and_timings_are_not_stored() -> None:
     served = metadata(KEY, 3, 5, torch.bfloat16, cache="memory", timings=(("total", 3.0),))
-    got = read(put_together(KEY, Entry(entry(KEY, 3, 5).rows, served)))
+    got = read(serialized(KEY, Entry(entry(KEY, 3, 5).rows, served)))
     assert got.metadata == metadata(KEY, 3, 5, torch.bfloat16)
     assert got.metadata.timings == ()
 
 
-def test_the_rows_are_not_copied_to_be_put() -> None:
+def test_encoding_does_not_copy_the_rows() -> None:
     what = entry(KEY, 3, 5)
     header, payload = encode(KEY, what)
     assert np.frombuffer(payload, np.uint8).ctypes.data == what.rows.data_ptr()
@@ -110,13 +110,13 @@ def test_the_rows_are_not_copied_to_be_put() -> None:
 def test_a_view_of_a_batch_is_stored_without_the_batch() -> None:
     batch = entry(KEY, 24, 64)
     part = Entry(batch.rows[9:12], batch.metadata)
-    got = read(put_together(KEY, part))
+    got = read(serialized(KEY, part))
     assert same(got, part)
     assert got.nbytes == 3 * 64 * 2
 
 
 @pytest.mark.parametrize("host", ["inference mode", "default device", "default dtype", "gradients"])
-def test_what_the_host_has_set_does_not_show(host: str) -> None:
+def test_torch_modes_and_defaults_do_not_change_decoded_rows(host: str) -> None:
     dtype = torch.get_default_dtype()
     try:
         if host == "inference mode":
@@ -137,13 +137,13 @@ def test_what_the_host_has_set_does_not_show(host: str) -> None:
     assert got.rows.device.type == "cpu"
 
 
-def test_rows_of_a_graph_and_of_inference_mode_can_be_put() -> None:
+def test_rows_with_a_graph_or_of_inference_mode_can_be_encoded() -> None:
     with torch.inference_mode():
         what = Entry(torch.ones(2, 3), metadata(KEY, 2, 3, torch.float32))
-        data = put_together(KEY, what)
+        data = serialized(KEY, what)
     assert torch.equal(read(data).rows, torch.ones(2, 3))
     with_gradient = what._replace(rows=torch.ones(2, 3, requires_grad=True))
-    assert torch.equal(read(put_together(KEY, with_gradient)).rows, torch.ones(2, 3))
+    assert torch.equal(read(serialized(KEY, with_gradient)).rows, torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_rows_of_a_graph_and_of_inference_mode_can_be_put() -> None:
     ],
     ids=["transposed", "cut", "1-D", "3-D", "float64", "int32", "meta"],
 )
-def test_rows_that_cannot_be_kept(rows: torch.Tensor) -> None:
+def test_unsupported_rows_are_refused(rows: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"rows must be contiguous \[length, width\] on the CPU in float32"):
         encode(KEY, Entry(rows, metadata(KEY, 2, 2, torch.float32)))
 
 
-def test_other_things_that_cannot_be_kept() -> None:
+def test_unsupported_keys_and_metadata_are_refused() -> None:
     with pytest.raises(ValueError, match="a key is 32 bytes, got 31"):
         encode(KEY[1:], entry(KEY))
     with pytest.raises(ValueError, match="metadata must be plain values"):
@@ -176,21 +176,21 @@ def test_other_things_that_cannot_be_kept() -> None:
 # --- damage ------------------------------------------------------------------------------------------
 
 
-def test_the_good_one_is_good() -> None:
+def test_the_undamaged_entry_is_accepted() -> None:
     assert same(read(GOOD), entry(KEY, 3, 5))
     assert same(read(forged()), entry(KEY, 3, 5))
 
 
-def test_every_cut_is_found() -> None:
+def test_every_truncation_is_detected() -> None:
     for cut in range(len(GOOD)):
         with pytest.raises(EntryError):
             read(GOOD[:cut])
-        if cut < len(GOOD) - PAYLOAD_BYTES:  # the header's part: it is not for the caller to find
+        if cut < len(GOOD) - PAYLOAD_BYTES:  # within the header, which must detect it itself
             with pytest.raises(EntryError, match=r"^\d+ bytes, but (a head|the header) has \d+$"):
                 read_header(GOOD[:cut])
 
 
-def test_every_flipped_bit_is_found() -> None:
+def test_every_flipped_bit_is_detected() -> None:
     missed = []
     for bit in range(8 * len(GOOD)):
         data = bytearray(GOOD)
@@ -203,24 +203,24 @@ def test_every_flipped_bit_is_found() -> None:
     assert missed == []
 
 
-def test_appended_bytes_are_found() -> None:
+def test_appended_bytes_are_detected() -> None:
     with pytest.raises(EntryError):
         read(GOOD + b"\0")
 
 
-def test_the_entry_of_another_key() -> None:
+def test_the_entry_of_another_key_is_refused() -> None:
     other = KEY[:-1] + bytes([KEY[-1] ^ 1])
     with pytest.raises(EntryError, match=f"it is the entry of {KEY.hex()}, not of {other.hex()}"):
         read(GOOD, other)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\0" * 5000, b"\xff" * 5000, b"<html>" * 100, GOOD[1:], GOOD[8:]])
-def test_garbage(garbage: bytes) -> None:
+def test_garbage_is_refused(garbage: bytes) -> None:
     with pytest.raises(EntryError):
         read_header(garbage)
 
 
-def test_a_format_to_come_is_named() -> None:
+def test_a_future_format_is_refused_by_number() -> None:
     for number in (FORMAT + 1, 0, 2**32 - 1):
         with pytest.raises(
             EntryError, match=f"^format {number}, but this version reads format {FORMAT}$"
@@ -229,8 +229,8 @@ def test_a_format_to_come_is_named() -> None:
         assert caught.value.__cause__ is None
 
 
-def test_huge_claims_are_refused_by_number() -> None:
-    """And neither the JSON nor the rows are read to find out: there is nothing of them."""
+def test_huge_lengths_are_refused_before_allocation() -> None:
+    """Neither JSON nor rows are needed for that: the data has none."""
     head = bytearray(GOOD[:HEAD_BYTES])
     struct.pack_into("<I", head, 12, 2**32 - 1)
     with pytest.raises(EntryError, match="4294967295 bytes of JSON, more than"):
@@ -256,14 +256,14 @@ def test_huge_claims_are_refused_by_number() -> None:
         ([2**31 - 1, 2**31 - 1], "30 bytes of rows, but"),
     ],
 )
-def test_shapes_that_are_none(shape: Any, reason: str) -> None:
+def test_invalid_shapes_are_refused(shape: Any, reason: str) -> None:
     with pytest.raises(EntryError, match=reason):
         read(forged(good_json() | {"shape": shape}))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "torch.bfloat16", "", None, ["bfloat16"], 1])
-def test_dtypes_that_are_none(dtype: Any) -> None:
-    with pytest.raises(EntryError, match=r"is none of float32, bfloat16, float16$"):
+def test_invalid_dtypes_are_refused(dtype: Any) -> None:
+    with pytest.raises(EntryError, match=r"is not one of float32, bfloat16, float16$"):
         read(forged(good_json() | {"dtype": dtype}))
 
 
@@ -284,7 +284,7 @@ def test_dtypes_that_are_none(dtype: Any) -> None:
         "long",
     ],
 )
-def test_json_that_is_none(text: bytes) -> None:
+def test_invalid_json_is_refused(text: bytes) -> None:
     with pytest.raises(EntryError, match="its JSON cannot be read"):
         read(forged(text or b" "))
 
@@ -294,7 +294,7 @@ def test_json_that_is_none(text: bytes) -> None:
     [{"new_field": 1}, {"cache": "disk"}, {"timings": []}, {"model": ...}, {"grid_thws": ...}],
     ids=str,
 )
-def test_metadata_has_the_fields_of_its_format(changed: dict[str, Any]) -> None:
+def test_metadata_with_other_fields_is_refused(changed: dict[str, Any]) -> None:
     fields = {name: value for name, value in (good_json()["metadata"] | changed).items() if value is not ...}
     with pytest.raises(EntryError, match="its metadata does not have the fields model, mm_hash, "):
         read(forged(good_json() | {"metadata": fields}))
@@ -321,15 +321,15 @@ def test_metadata_has_the_fields_of_its_format(changed: dict[str, Any]) -> None:
         ("original_size", [4, True]),
     ],
 )
-def test_metadata_of_the_wrong_type(name: str, value: Any) -> None:
+def test_metadata_of_the_wrong_type_is_refused(name: str, value: Any) -> None:
     described = good_json()
     described["metadata"][name] = value
-    with pytest.raises(EntryError, match="a field of its metadata is of the wrong type"):
+    with pytest.raises(EntryError, match="a field of its metadata has the wrong type"):
         read(forged(described))
 
 
-def test_every_field_that_is_compared_is_kept() -> None:
-    """A field that is new in ImageMetadata must be thought of here, and FORMAT with it."""
+def test_every_compared_field_of_metadata_is_stored() -> None:
+    """A new field of ImageMetadata must be decided on here, together with FORMAT."""
     kept = set(good_json()["metadata"])
     assert kept == set(ImageMetadata.__dataclass_fields__) - {"cache", "timings"}
     assert FORMAT == 1

@@ -1,4 +1,4 @@
-"""What every disk tier does, seen through the seam alone."""
+"""Behaviour that every disk tier shares, tested through the DiskTier interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mm_encoder.errors import CacheError, CacheLockedError
 from .conftest import bytes_in, entry, key, same
 
 MIB = 1024**2
-BUDGET = 64 * MIB  # the least that every backend takes
+BUDGET = 64 * MIB  # the smallest that every backend accepts
 
 BACKENDS: dict[str, Callable[[Path], DiskTier]] = {
     "files": lambda path: FileTier(path, BUDGET),
@@ -32,7 +32,7 @@ Opener = Callable[[], DiskTier]
 
 @pytest.fixture(params=list(BACKENDS))
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
-    """Opens the same directory each time; what is left open is closed at the end."""
+    """Open a tier, in the same directory each time; all are closed at the end."""
     if request.param == "foyer":
         pytest.importorskip("foyer", reason="needs foyer-py, which needs Python 3.12 or newer")
     tiers: list[DiskTier] = []
@@ -63,7 +63,7 @@ def test_an_entry_comes_back(tier: DiskTier) -> None:
     assert tier.stats().errors == 0
 
 
-def test_each_hit_has_a_storage_of_its_own(tier: DiskTier) -> None:
+def test_each_hit_has_its_own_storage(tier: DiskTier) -> None:
     batch = entry(key(0), 24, 64)
     part = Entry(batch.rows[9:12], batch.metadata)
     assert tier.put(key(0), part)
@@ -97,7 +97,7 @@ def test_rows_are_ordinary_tensors(tier: DiskTier) -> None:
     assert not got.rows.requires_grad
 
 
-def test_a_missing_key_is_a_miss_and_no_error(tier: DiskTier) -> None:
+def test_a_missing_key_is_a_miss_without_error(tier: DiskTier) -> None:
     assert tier.get(key(0)) is None
     assert tier.put(key(0), entry(key(0)))
     assert tier.get(key(1)) is None
@@ -112,7 +112,7 @@ def test_a_key_may_be_put_again(tier: DiskTier) -> None:
     assert same(tier.get(key(0)), entry(key(0)))
 
 
-def test_entries_outlive_the_process_that_put_them(opener: Opener) -> None:
+def test_entries_survive_a_reopen(opener: Opener) -> None:
     for opening in range(3):
         tier = opener()
         for number in range(4 * opening):
@@ -122,7 +122,7 @@ def test_entries_outlive_the_process_that_put_them(opener: Opener) -> None:
         tier.close()
 
 
-def test_what_is_larger_than_the_budget_is_not_kept(tier: DiskTier) -> None:
+def test_an_entry_larger_than_the_budget_is_not_stored(tier: DiskTier) -> None:
     large = Entry(torch.ones(BUDGET // 4096 + 1, 1024), entry(key(0)).metadata)
     assert not tier.put(key(0), large)
     assert tier.get(key(0)) is None
@@ -130,8 +130,8 @@ def test_what_is_larger_than_the_budget_is_not_kept(tier: DiskTier) -> None:
     assert same(tier.get(key(0)), entry(key(0)))
 
 
-def test_the_budget_holds(tier: DiskTier, tmp_path: Path) -> None:
-    """Over sizes of all kinds, and what is still there is right."""
+def test_the_files_stay_within_the_budget(tier: DiskTier, tmp_path: Path) -> None:
+    """With entries of many sizes; every entry that is left has the right rows."""
     chance = random.Random(0)
     lengths = [chance.choice([1, 100, 400, 1000]) for _ in range(80)]
     kept = 0
@@ -153,7 +153,7 @@ def test_the_budget_holds(tier: DiskTier, tmp_path: Path) -> None:
     assert 0 < found < 80
 
 
-def test_the_counts_say_what_is_there(tier: DiskTier) -> None:
+def test_the_counters_match_the_entries(tier: DiskTier) -> None:
     assert tier.stats().entries == tier.stats().evictions == tier.stats().errors == 0
     for number in range(5):
         assert tier.put(key(number), entry(key(number)))
@@ -162,7 +162,7 @@ def test_the_counts_say_what_is_there(tier: DiskTier) -> None:
 
 
 @pytest.mark.threads
-def test_readers_beside_a_writer_get_right_rows(tier: DiskTier) -> None:
+def test_readers_get_right_rows_while_a_writer_evicts(tier: DiskTier) -> None:
     done = threading.Event()
     hits: list[int] = []
     wrong: list[int] = []
@@ -193,7 +193,7 @@ def test_readers_beside_a_writer_get_right_rows(tier: DiskTier) -> None:
     assert tier.stats().errors == 0
 
 
-def test_after_close_everything_is_a_miss(opener: Opener) -> None:
+def test_every_get_after_close_is_a_miss(opener: Opener) -> None:
     tier = opener()
     assert tier.put(key(0), entry(key(0)))
     tier.close()
@@ -208,7 +208,7 @@ def test_after_close_everything_is_a_miss(opener: Opener) -> None:
 
 
 @pytest.mark.threads
-def test_close_amid_reads_and_writes(opener: Opener) -> None:
+def test_close_during_reads_and_writes_serves_no_wrong_row(opener: Opener) -> None:
     tier = opener()
     assert tier.put(key(0), entry(key(0), 30, 1024))
     running = threading.Barrier(5)
@@ -238,7 +238,7 @@ def test_close_amid_reads_and_writes(opener: Opener) -> None:
     assert same(opener().get(key(0)), entry(key(0), 30, 1024))
 
 
-def test_one_at_a_time_has_the_directory(opener: Opener, tmp_path: Path) -> None:
+def test_a_second_open_of_the_directory_is_refused(opener: Opener, tmp_path: Path) -> None:
     tier = opener()
     with pytest.raises(CacheLockedError, match=str(tmp_path / "cache")):
         opener()
@@ -247,7 +247,7 @@ def test_one_at_a_time_has_the_directory(opener: Opener, tmp_path: Path) -> None
     assert same(opener().get(key(0)), entry(key(0)))
 
 
-def test_a_file_is_no_directory(opener: Opener, tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_refused(opener: Opener, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("mine")
     with pytest.raises(CacheError, match=str(tmp_path / "cache")):
         opener()

@@ -1,5 +1,5 @@
-"""The tier of plain files: order of eviction, the budget at every moment, whose directory it is, what the
-file system may do.
+"""The files tier: eviction order, the budget at every moment, ownership of the directory, errors of the file
+system.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mm_encoder.cache.ledger import LEDGER_BYTES, Ledger
 from mm_encoder.cache.upkeep import clear, verify
 from mm_encoder.errors import CacheError, CacheLockedError
 
-from .conftest import BUDGET, MIB, bytes_in, entry, failing_with, file_of, kept, key, put, same
+from .conftest import BUDGET, MIB, bytes_in, entry, failing_with, file_of, key, put, same, stored_keys
 
 # --- order and budget --------------------------------------------------------------------------------
 
 
-def test_an_entry_is_one_file_of_about_its_rows(tier: FileTier, path: Path) -> None:
+def test_an_entry_is_one_file_barely_larger_than_its_rows(tier: FileTier, path: Path) -> None:
     batch = entry(key(0), 24, 4096)
     assert tier.put(key(0), Entry(batch.rows[3:6], batch.metadata))
     assert file_of(path, 0).stat().st_size <= 1.1 * 3 * 4096 * 2 + 4096
@@ -41,37 +41,37 @@ def test_an_entry_is_one_file_of_about_its_rows(tier: FileTier, path: Path) -> N
     assert bytes_in(path) == tier.stats().bytes + LEDGER_BYTES
 
 
-def test_the_least_recently_used_goes_first(path: Path, file_bytes: int) -> None:
+def test_the_least_recently_used_entry_is_evicted_first(path: Path, file_bytes: int) -> None:
     tier = FileTier(path, 4 * file_bytes + LEDGER_BYTES)
     put(tier, 0, 1, 2, 3)
     assert tier.stats() == (4, 4 * file_bytes, 0, 0)
     assert tier.get(key(0)) is not None
-    put(tier, 1)  # which is a use, too
+    put(tier, 1)  # counts as a use, too
     put(tier, 4)
-    assert kept(path) == {key(number).hex() for number in (0, 1, 3, 4)}
+    assert stored_keys(path) == {key(number).hex() for number in (0, 1, 3, 4)}
     put(tier, 5)
-    assert kept(path) == {key(number).hex() for number in (0, 1, 4, 5)}
+    assert stored_keys(path) == {key(number).hex() for number in (0, 1, 4, 5)}
     assert tier.stats() == (4, 4 * file_bytes, 2, 0)
     tier.close()
 
 
-def test_the_order_outlives_the_process(path: Path, file_bytes: int) -> None:
+def test_the_eviction_order_survives_a_reopen(path: Path, file_bytes: int) -> None:
     tier = FileTier(path, BUDGET)
     put(tier, *range(6))
     for number in (2, 0, 4):
         assert tier.get(key(number)) is not None
     tier.close()
-    tier = FileTier(path, 3 * file_bytes + LEDGER_BYTES)  # evicts what is over a smaller budget
-    assert kept(path) == {key(number).hex() for number in (2, 0, 4)}
+    tier = FileTier(path, 3 * file_bytes + LEDGER_BYTES)  # evicts down to the smaller budget
+    assert stored_keys(path) == {key(number).hex() for number in (2, 0, 4)}
     assert tier.stats() == (3, 3 * file_bytes, 3, 0)
     put(tier, 7)
-    assert kept(path) == {key(number).hex() for number in (0, 4, 7)}
+    assert stored_keys(path) == {key(number).hex() for number in (0, 4, 7)}
     tier.close()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_is_an_exact_lru(path: Path, seed: int) -> None:
-    """Against a model, entries of all sizes, reopened now and then."""
+def test_eviction_equals_an_exact_lru_model(path: Path, seed: int) -> None:
+    """Compared with a model, for entries of all sizes, with reopening now and then."""
     chance = random.Random(seed)
     budget, model = 40_000, OrderedDict[int, int]()
     tier = FileTier(path, budget)
@@ -94,13 +94,13 @@ def test_it_is_an_exact_lru(path: Path, seed: int) -> None:
             while sum(model.values()) + size > budget - LEDGER_BYTES:
                 model.popitem(last=False)
             model[number] = size
-            assert kept(path) == {key(number).hex() for number in model}
+            assert stored_keys(path) == {key(number).hex() for number in model}
             assert tier.stats()[:2] == (len(model), sum(model.values()))
     tier.close()
 
 
-def test_the_budget_holds_at_every_moment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at behind every write, of which there are several to an entry."""
+def test_the_files_never_exceed_the_budget(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured after every write, of which an entry takes several."""
     budget, most = 400_000, 0
     write = os.write
 
@@ -122,10 +122,10 @@ def test_the_budget_holds_at_every_moment(path: Path, monkeypatch: pytest.Monkey
     tier.close()
 
 
-def test_the_largest_that_fits(path: Path, file_bytes: int) -> None:
+def test_an_entry_of_exactly_the_budget_fits(path: Path, file_bytes: int) -> None:
     tier = FileTier(path, file_bytes + LEDGER_BYTES)
     put(tier, 0, 1)
-    assert kept(path) == {key(1).hex()}
+    assert stored_keys(path) == {key(1).hex()}
     tier.close()
     for budget in (file_bytes + LEDGER_BYTES - 1, 1):
         tier = FileTier(path, budget)
@@ -135,10 +135,10 @@ def test_the_largest_that_fits(path: Path, file_bytes: int) -> None:
         tier.close()
 
 
-def test_readers_of_everything_do_not_keep_the_writer(
+def test_readers_that_use_every_entry_do_not_block_eviction(
     path: Path, file_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Entries that are used between the scan and the eviction, every one, every time."""
+    """Every entry is used between the scan and the eviction, every time."""
     tier = FileTier(path, 3 * file_bytes + LEDGER_BYTES)
     put(tier, 0, 1, 2)
     lstat = os.lstat
@@ -151,12 +151,12 @@ def test_readers_of_everything_do_not_keep_the_writer(
     monkeypatch.setattr(os, "lstat", used_now)
     put(tier, 3)
     monkeypatch.undo()
-    assert len(kept(path)) == 3
+    assert len(stored_keys(path)) == 3
     assert same(tier.get(key(3)), entry(key(3)))
     tier.close()
 
 
-def test_what_is_there_is_not_written_again(tier: FileTier, path: Path) -> None:
+def test_a_stored_entry_is_not_written_again(tier: FileTier, path: Path) -> None:
     put(tier, 0)
     before = file_of(path, 0).stat().st_ino
     put(tier, 0)
@@ -172,10 +172,10 @@ def test_no_file_stays_open_and_memory_keeps_no_key(tier: FileTier) -> None:
     for number in range(40):
         tier.get(key(number))
     assert len(os.listdir("/proc/self/fd")) == before
-    assert len(tier._oldest) == 0  # the last scan's
+    assert len(tier._eviction_order) == 0  # as of the last scan
 
 
-def test_many_entries_are_found_again(path: Path) -> None:
+def test_many_entries_are_found_after_a_reopen(path: Path) -> None:
     FileTier(path, BUDGET).close()
     number, size = 2000, 0
     for count in range(number):
@@ -186,28 +186,28 @@ def test_many_entries_are_found_again(path: Path) -> None:
     tier.close()
 
 
-# --- what is and is not a cache's directory ----------------------------------------------------------
+# --- the directory -----------------------------------------------------------------------------------
 
 
-def test_the_directory_is_made_with_its_parents_for_its_owner(tmp_path: Path) -> None:
+def test_the_directory_is_created_with_parents_for_the_owner_only(tmp_path: Path) -> None:
     tier = FileTier(tmp_path / "a" / "b" / "c", BUDGET)
     put(tier, 0)
     assert (tmp_path / "a" / "b" / "c").stat().st_mode & 0o077 == 0
     tier.close()
 
 
-def test_strangers_files_are_refused_and_left_alone(path: Path) -> None:
+def test_a_directory_of_foreign_files_is_refused_and_unchanged(path: Path) -> None:
     path.mkdir()
     for name in ("thesis.tex", "photo.jpg", "mail", "zebra"):
         (path / name).write_text("mine")
-    wanted = "is no cache's directory: it holds mail, photo.jpg, thesis.tex and 1 more \\(a new cache"
+    wanted = "is not an mm-encoder cache: it contains mail, photo.jpg, thesis.tex and 1 more; give a cache's"
     for use in (lambda: FileTier(path, BUDGET), lambda: clear(path), lambda: verify(path)):
         with pytest.raises(CacheError, match=wanted):
             use()
     assert len(list(path.iterdir())) == 4
 
 
-def test_strangers_files_in_a_caches_directory_are_left_alone(path: Path, file_bytes: int) -> None:
+def test_foreign_files_in_a_cache_directory_stay(path: Path, file_bytes: int) -> None:
     tier = FileTier(path, 3 * file_bytes + LEDGER_BYTES)
     names = ["README", "core.1234", key(9).hex(), "x.rows", key(9).hex().upper() + ".rows", "A.tmp", ".rows"]
     for name in names:
@@ -223,7 +223,7 @@ def test_strangers_files_in_a_caches_directory_are_left_alone(path: Path, file_b
     assert (path / "folder").is_dir()
 
 
-def test_what_killed_writers_left_is_swept(path: Path) -> None:
+def test_temporary_files_of_killed_writers_are_removed(path: Path) -> None:
     tier = FileTier(path, BUDGET)
     put(tier, 0)
     tier.close()
@@ -239,7 +239,7 @@ def test_what_killed_writers_left_is_swept(path: Path) -> None:
 @pytest.mark.parametrize(
     "where", ["it is a file", "its parent is a file", "its lock is a folder", "no space"]
 )
-def test_directories_that_cannot_be(path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_paths_raise_cache_error(path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used = path
     if where == "it is a file":
         path.write_text("mine")
@@ -253,33 +253,33 @@ def test_directories_that_cannot_be(path: Path, where: str, monkeypatch: pytest.
     with pytest.raises(CacheError, match=str(used)):
         FileTier(used, BUDGET)
     monkeypatch.undo()
-    if where == "no space":  # it gave the lock free
+    if where == "no space":  # the failed open released the lock
         FileTier(used, BUDGET).close()
 
 
-def test_a_directory_that_is_not_writable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_not_writable_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.mkdir()
-    monkeypatch.setattr(os, "access", lambda *_: False)  # as whom nothing is forbidden, tests may well run
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who may write everywhere
     with pytest.raises(CacheError, match=f"{path} is not writable"):
         FileTier(path, BUDGET)
 
 
 @pytest.mark.parametrize("max_bytes", [0, -1, True, 1.5, None])
-def test_budgets_that_are_none(path: Path, max_bytes: Any) -> None:
+def test_invalid_budgets_are_refused(path: Path, max_bytes: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="max_bytes must be"):
         FileTier(path, max_bytes)
     assert not path.exists()
 
 
-# --- the file system at fault ------------------------------------------------------------------------
+# --- errors of the file system -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.EACCES])
 @pytest.mark.parametrize("function", ["write", "replace", "unlink", "open", "scandir", "pwrite"])
-def test_a_put_that_fails_leaves_nothing(
+def test_a_failed_put_leaves_no_file(
     path: Path, file_bytes: int, monkeypatch: pytest.MonkeyPatch, code: int, function: str
 ) -> None:
-    """With eviction on its way; and then it works again."""
+    """Although it evicted before it failed; the next put succeeds."""
     tier = FileTier(path, 2 * file_bytes + LEDGER_BYTES)
     put(tier, 0, 1)
     written = 0
@@ -300,7 +300,7 @@ def test_a_put_that_fails_leaves_nothing(
     assert scan(str(path)).temporaries == []
     assert not file_of(path, 2).exists()
     assert tier.stats().errors == 1
-    assert tier.stats()[:2] == (len(kept(path)), bytes_in(path) - LEDGER_BYTES)
+    assert tier.stats()[:2] == (len(stored_keys(path)), bytes_in(path) - LEDGER_BYTES)
     put(tier, 2)
     assert same(tier.get(key(2)), entry(key(2)))
     assert same(tier.get(key(1)), entry(key(1)))
@@ -308,7 +308,7 @@ def test_a_put_that_fails_leaves_nothing(
     tier.close()
 
 
-def test_a_ledger_that_cannot_be_read_is_left_as_it_is(
+def test_a_put_with_an_unreadable_ledger_fails_and_changes_nothing(
     path: Path, file_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = FileTier(path, BUDGET, shared=True), FileTier(path, BUDGET, shared=True)
@@ -322,12 +322,12 @@ def test_a_ledger_that_cannot_be_read_is_left_as_it_is(
     other.close()
 
 
-def test_what_no_tier_can_keep_is_counted(tier: FileTier) -> None:
+def test_an_entry_that_cannot_be_encoded_is_counted_as_error(tier: FileTier) -> None:
     assert not tier.put(key(0), entry(key(0))._replace(rows=torch.ones(3, 3, dtype=torch.float64)))
     assert tier.stats() == (0, 0, 0, 1)
 
 
-def test_uses_that_cannot_be_noted_do_no_harm(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_utime_does_not_fail_the_get(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tier, 0)
     monkeypatch.setattr(os, "utime", failing_with(errno.EPERM))
     assert same(tier.get(key(0)), entry(key(0)))
@@ -337,7 +337,7 @@ def test_uses_that_cannot_be_noted_do_no_harm(tier: FileTier, monkeypatch: pytes
 
 @contextmanager
 def mounted(path: Path, size: int) -> Iterator[None]:
-    """A file system of `size` bytes in memory; the test is skipped where mounting is not allowed."""
+    """Mount a tmpfs of `size` bytes; skips the test where mounting is not allowed."""
     path.mkdir(parents=True, exist_ok=True)
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "mm-encoder-test", str(path)], capture_output=True
@@ -350,7 +350,7 @@ def mounted(path: Path, size: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_a_full_disk(path: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_a_failed_put(path: Path, tmp_path: Path) -> None:
     with mounted(path, 4 * MIB):
         tier = FileTier(path, BUDGET)
         put(tier, 0)
@@ -369,7 +369,7 @@ def test_a_full_disk(path: Path, tmp_path: Path) -> None:
         tier.close()
 
 
-def test_a_read_only_disk(path: Path) -> None:
+def test_a_read_only_disk_can_be_verified_but_not_opened_or_cleared(path: Path) -> None:
     with mounted(path, 4 * MIB):
         tier = FileTier(path, BUDGET)
         put(tier, 0, 1)
@@ -378,19 +378,19 @@ def test_a_read_only_disk(path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
         with pytest.raises(CacheError, match=f"{path} is not writable"):
             FileTier(path, BUDGET)
-        assert verify(path).whole == 1
+        assert verify(path).intact == 1
         with pytest.raises(CacheError):
             clear(path)
         assert file_of(path, 0).exists()
 
 
-# --- who has it --------------------------------------------------------------------------------------
+# --- locks and sharing -------------------------------------------------------------------------------
 
 
 def test_shared_and_exclusive_exclude_each_other(path: Path) -> None:
     one = FileTier(path, BUDGET, shared=True)
     two = FileTier(path, BUDGET, shared=True)
-    with pytest.raises(CacheLockedError, match="or to several that all open it with shared=True"):
+    with pytest.raises(CacheLockedError, match="or open it with shared=True in all of them"):
         FileTier(path, BUDGET)
     two.close()
     with pytest.raises(CacheLockedError):
@@ -404,7 +404,7 @@ def test_shared_and_exclusive_exclude_each_other(path: Path) -> None:
     FileTier(path, BUDGET, shared=True).close()
 
 
-def test_a_tier_that_is_dropped_gives_the_directory_free(path: Path) -> None:
+def test_a_collected_tier_releases_the_directory(path: Path) -> None:
     tier = FileTier(path, BUDGET)
     put(tier, 0)
     del tier
@@ -412,26 +412,24 @@ def test_a_tier_that_is_dropped_gives_the_directory_free(path: Path) -> None:
     FileTier(path, BUDGET).close()
 
 
-def test_a_tier_that_could_not_be_opened_gives_the_directory_free(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_open_releases_the_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "scandir", failing_with(errno.EIO))
-    with pytest.raises(CacheError, match="cannot be a cache's directory: Input/output error") as caught:
+    with pytest.raises(CacheError, match="cannot be used as a cache directory: Input/output error") as caught:
         FileTier(path, BUDGET)
     monkeypatch.undo()
     FileTier(path, BUDGET).close()
-    assert caught.tb is not None  # which refers to what could not be opened, and did so meanwhile
+    assert caught.tb is not None  # its traceback kept the failed tier alive until here
 
 
-def test_a_ledger_that_was_closed_is_not_held(path: Path) -> None:
-    """As by a put that waits while the tier is closed: the descriptor may be another file's by then."""
+def test_a_closed_ledger_cannot_be_locked(path: Path) -> None:
+    """A put may wait while the tier closes; by then the descriptor may belong to another file."""
     path.mkdir()
     ledger = Ledger(str(path))
-    with ledger.held(0) as held:
-        assert held
+    with ledger.locked(0) as locked:
+        assert locked
     ledger.close()
-    with (path / "another").open("w"), ledger.held(0) as held:
-        assert not held
+    with (path / "another").open("w"), ledger.locked(0) as locked:
+        assert not locked
 
 
 def test_two_tiers_share_a_directory(path: Path, file_bytes: int) -> None:
@@ -444,9 +442,9 @@ def test_two_tiers_share_a_directory(path: Path, file_bytes: int) -> None:
     assert one.stats() == other.stats() == (2, 2 * file_bytes, 0, 0)
     put(one, 2)
     assert other.get(key(0)) is not None
-    put(other, 3)  # the least recently used of all
+    put(other, 3)  # evicts the least recently used of both tiers
     put(one, 4)
-    assert kept(path) == {key(number).hex() for number in (0, 3, 4)}
+    assert stored_keys(path) == {key(number).hex() for number in (0, 3, 4)}
     assert one.stats() == (3, 3 * file_bytes, 1, 0)
     assert other.stats() == (3, 3 * file_bytes, 1, 0)
     one.close()
@@ -457,12 +455,12 @@ def test_two_tiers_share_a_directory(path: Path, file_bytes: int) -> None:
     other.close()
 
 
-def test_a_writer_that_does_not_end_delays_the_others_and_no_more(
+def test_a_hanging_writer_costs_the_others_a_timeout_only(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = FileTier(path, BUDGET, shared=True)
     put(tier, 0)
-    monkeypatch.setattr("mm_encoder.cache.files._PATIENCE_S", 0.05)
+    monkeypatch.setattr("mm_encoder.cache.files._LOCK_TIMEOUT_S", 0.05)
     with (path / directory.LEDGER).open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX)
         assert not tier.put(key(1), entry(key(1)))

@@ -1,4 +1,4 @@
-"""Damaged entries are misses: counted, removed, put again; never a wrong row. The upkeep of a directory."""
+"""Damaged entries of the files tier are misses, never wrong rows; verify, describe and clear."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ NO_FILE = {
 
 
 @pytest.mark.parametrize("name", [*CONTENT, *NO_FILE])
-def test_damage_is_a_miss_counted_removed_and_can_be_put_again(
+def test_a_damaged_entry_is_a_counted_miss_and_is_removed(
     path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = FileTier(path, BUDGET)
@@ -164,14 +164,14 @@ def test_damage_is_a_miss_counted_removed_and_can_be_put_again(
 
 
 @pytest.mark.parametrize("name", [*CONTENT, *NO_FILE])
-def test_damage_done_while_it_was_closed(path: Path, name: str) -> None:
+def test_damage_done_while_closed_is_found_after_a_reopen(path: Path, name: str) -> None:
     tier = FileTier(path, BUDGET)
     put(tier, 0, 1)
     tier.close()
     (CONTENT | NO_FILE)[name](file_of(path, 0), file_of(path, 1))
     tier = FileTier(path, BUDGET)
     assert tier.get(key(0)) is None
-    assert tier.stats().errors == (name in CONTENT)  # what is no file is swept
+    assert tier.stats().errors == (name in CONTENT)  # an irregular name is swept at the open
     assert not os.path.lexists(file_of(path, 0))
     put(tier, 0)
     assert same(tier.get(key(0)), entry(key(0)))
@@ -191,7 +191,7 @@ def test_without_the_checksum_a_wrong_row_would_be_served(
     assert not same(got, entry(key(0)))
 
 
-def test_two_entries_in_each_others_place(tier: FileTier, path: Path) -> None:
+def test_two_swapped_files_are_misses(tier: FileTier, path: Path) -> None:
     put(tier, 0, 1)
     file_of(path, 0).rename(path / "aside")
     file_of(path, 1).rename(file_of(path, 0))
@@ -200,8 +200,8 @@ def test_two_entries_in_each_others_place(tier: FileTier, path: Path) -> None:
     assert tier.stats() == (0, 0, 0, 2)
 
 
-def test_damaged_entries_are_written_over_by_a_put(tier: FileTier, path: Path) -> None:
-    """Where their size tells; else the read that comes first finds it."""
+def test_a_put_replaces_an_entry_of_the_wrong_size(tier: FileTier, path: Path) -> None:
+    """The size shows that one is damaged; other damage is found by the next read."""
     put(tier, 0, 1)
     header_only(file_of(path, 0), file_of(path, 1))
     put(tier, 0)
@@ -209,7 +209,7 @@ def test_damaged_entries_are_written_over_by_a_put(tier: FileTier, path: Path) -
     assert tier.stats() == (2, 2 * file_of(path, 0).stat().st_size, 0, 0)
 
 
-def test_a_folder_with_something_in_it_is_not_ours(tier: FileTier, path: Path) -> None:
+def test_a_folder_with_contents_is_never_removed(tier: FileTier, path: Path) -> None:
     put(tier, 0)
     folder(file_of(path, 0), file_of(path, 0))
     (file_of(path, 0) / "mine").write_text("mine")
@@ -225,10 +225,10 @@ def test_a_folder_with_something_in_it_is_not_ours(tier: FileTier, path: Path) -
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ENOMEM])
 @pytest.mark.parametrize("function", ["open", "pread", "preadv"])
-def test_a_file_that_cannot_be_read(
+def test_an_unreadable_file_is_removed_unless_the_error_is_transient(
     tier: FileTier, path: Path, monkeypatch: pytest.MonkeyPatch, code: int, function: str
 ) -> None:
-    """It goes, unless the fault is the process's, such as too many open files."""
+    """An error of the process, such as too many open files, keeps the file."""
     put(tier, 0)
     real = getattr(os, function)
 
@@ -237,14 +237,14 @@ def test_a_file_that_cannot_be_read(
             raise OSError(code, os.strerror(code))
         return real(*arguments)
 
-    held = Ledger.held
+    locked = Ledger.locked
 
-    def no_longer_failing(*call: Any) -> Any:  # the ledger is read, too
+    def no_longer_failing(*call: Any) -> Any:  # as removal reads the ledger
         monkeypatch.undo()
-        return held(*call)
+        return locked(*call)
 
     monkeypatch.setattr(os, function, failing)
-    monkeypatch.setattr(Ledger, "held", no_longer_failing)
+    monkeypatch.setattr(Ledger, "locked", no_longer_failing)
     assert tier.get(key(0)) is None
     monkeypatch.undo()
     assert tier.stats().errors == 1
@@ -256,7 +256,7 @@ def test_a_file_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_no_memory_for_the_rows(
+def test_running_out_of_memory_is_a_miss_and_keeps_the_file(
     tier: FileTier, path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     put(tier, 0)
@@ -271,10 +271,10 @@ def test_no_memory_for_the_rows(
     assert same(tier.get(key(0)), entry(key(0)))
 
 
-def test_only_the_file_that_was_read_is_removed(
+def test_a_file_replaced_during_the_read_is_not_removed(
     tier: FileTier, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process replaces a damaged entry while it is read here."""
+    """Another process replaces a damaged entry while this one reads it."""
     put(tier, 0)
     good = file_of(path, 0).read_bytes()
     CONTENT["last bit of the rows"](file_of(path, 0), file_of(path, 0))
@@ -291,7 +291,7 @@ def test_only_the_file_that_was_read_is_removed(
     assert same(tier.get(key(0)), entry(key(0)))
 
 
-def test_damage_found_while_an_entry_is_written(
+def test_a_damaged_entry_is_removed_during_a_write(
     tier: FileTier, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader does not wait for the writer, and the counts are right after the next write."""
@@ -319,7 +319,7 @@ def test_damage_found_while_an_entry_is_written(
     assert tier.stats() == (3, 3 * file_of(path, 1).stat().st_size, 0, 1)
 
 
-def test_each_kind_of_fault_is_logged_once_a_minute(
+def test_each_kind_of_error_is_logged_once_a_minute(
     tier: FileTier, path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING, "mm_encoder")
@@ -357,10 +357,10 @@ def test_verify_reports_every_damage_and_changes_nothing(path: Path) -> None:
     before = {file.name: (file.lstat().st_ino, file.lstat().st_mtime_ns) for file in path.iterdir()}
     found = verify(path)  # with the tier open
     assert {file.name: (file.lstat().st_ino, file.lstat().st_mtime_ns) for file in path.iterdir()} == before
-    assert found.whole == 5
+    assert found.intact == 5
     assert found.bytes == 5 * file_of(path, len(names)).stat().st_size
     assert found.temporaries == 1
-    assert found.strangers == 1  # the file that is linked to
+    assert found.foreign == 1  # the file that is linked to
     reasons = dict(found.damaged)
     assert reasons.keys() == {file_of(path, number).name for number in range(len(names))}
     for name, reason in {
@@ -374,7 +374,7 @@ def test_verify_reports_every_damage_and_changes_nothing(path: Path) -> None:
     tier.close()
 
 
-def test_verify_beside_an_evicting_writer(
+def test_verify_skips_entries_evicted_meanwhile(
     path: Path, file_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = FileTier(path, 3 * file_bytes + LEDGER_BYTES)
@@ -390,12 +390,12 @@ def test_verify_beside_an_evicting_writer(
 
     monkeypatch.setattr(directory, "check", evict_all)
     found = verify(path)
-    assert found.whole == 1  # the one that was open
+    assert found.intact == 1  # the one that was open
     assert found.damaged == ()
     tier.close()
 
 
-def test_describe_counts(path: Path, file_bytes: int) -> None:
+def test_describe_counts_entries_and_foreign_files(path: Path, file_bytes: int) -> None:
     tier = FileTier(path, BUDGET)
     put(tier, 0, 1)
     (path / "mine").write_text("mine")
@@ -404,7 +404,7 @@ def test_describe_counts(path: Path, file_bytes: int) -> None:
     assert describe(str(path)) == (2, 2 * file_bytes, 0, 1)
 
 
-def test_clear_removes_what_is_ours(path: Path, file_bytes: int) -> None:
+def test_clear_removes_entries_and_leaves_foreign_files(path: Path, file_bytes: int) -> None:
     tier = FileTier(path, BUDGET)
     put(tier, 0, 1)
     with pytest.raises(CacheLockedError, match=str(path)):
@@ -423,14 +423,14 @@ def test_clear_removes_what_is_ours(path: Path, file_bytes: int) -> None:
     tier.close()
 
 
-def test_upkeep_of_what_is_not_there(path: Path) -> None:
+def test_upkeep_of_a_missing_directory_raises(path: Path) -> None:
     for use in (clear, verify, describe):
-        with pytest.raises(CacheError, match=f"{path} is no cache's directory: No such file"):
+        with pytest.raises(CacheError, match=f"{path} is not an mm-encoder cache: No such file"):
             use(path)
     assert not path.exists()
 
 
-def test_a_lock_let_go_twice(path: Path) -> None:
+def test_a_second_release_does_not_unlock_the_next_holder(path: Path) -> None:
     lock = Lock(str(path), shared=False)
     lock.release()
     other = Lock(str(path), shared=False)

@@ -1,7 +1,6 @@
-"""The tier of plain files and processes: killed while they write, forked, several on one directory.
+"""The files tier with several processes: killed while they write, forked, sharing a directory.
 
-Each test runs one of the functions here in a process of its own, which may fork as it likes: it has no other
-threads.
+Each test runs a function of this module in a new process, which may fork safely, as it has no other threads.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from .conftest import BUDGET, MIB, bytes_in, entry, key, put, same
 ROUNDS = 200 if os.environ.get("FUZZ") else 20
 
 
-def in_a_process_of_its_own(function: Callable[..., None], *arguments: Any) -> Any:
-    """What `function` prints as JSON."""
+def run_in_own_process(function: Callable[..., None], *arguments: Any) -> Any:
+    """Run `function` in a new process and return the JSON that it prints."""
     program = f"""
 import faulthandler, sys, torch
 faulthandler.dump_traceback_later(150, exit=True)
@@ -52,7 +51,7 @@ test_files_processes.{function.__name__}(*{arguments!r})
 
 
 def forked(work: Callable[[], None]) -> int:
-    """The id of a child that does `work`; its exit code is 0 if it could."""
+    """Fork a child that runs `work`, and return its id; its exit code is 0 on success."""
     child = os.fork()
     if child == 0:
         try:
@@ -68,19 +67,19 @@ def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_killed_at_any_time(path: Path) -> None:
-    found = in_a_process_of_its_own(kill_writers, str(path), ROUNDS)
+def test_a_directory_is_consistent_after_a_kill_at_any_moment(path: Path) -> None:
+    found = run_in_own_process(kill_writers, str(path), ROUNDS)
     assert found["wrong"] == []
     assert found["hits"] > ROUNDS
     assert found["most bytes"] <= KILL_BUDGET
-    assert found["swept"] > 0  # the kills came amid writes
+    assert found["swept"] > 0  # some kills came during writes
 
 
 KILL_BUDGET = 24 * MIB
 
 
 def kill_writers(path: str, rounds: int) -> None:
-    """Writers of up to 4 MiB an entry, killed at random; after each a look at what is left."""
+    """Kill writers of entries up to 4 MiB at random moments, and check the directory after each kill."""
     chance = random.Random(time.time_ns())
     found: dict[str, Any] = {"wrong": [], "hits": 0, "most bytes": 0, "swept": 0}
 
@@ -120,8 +119,8 @@ def kill_writers(path: str, rounds: int) -> None:
     print(json.dumps(found))
 
 
-def test_a_forked_child_keeps_out(path: Path) -> None:
-    assert in_a_process_of_its_own(fork_with_a_tier, str(path)) == "fine"
+def test_a_forked_child_neither_reads_nor_writes(path: Path) -> None:
+    assert run_in_own_process(fork_with_a_tier, str(path)) == "fine"
 
 
 def fork_with_a_tier(path: str) -> None:
@@ -147,7 +146,7 @@ def fork_with_a_tier(path: str) -> None:
 
     assert exit_code(forked(use)) == 0
     assert exit_code(forked(drop)) == 0
-    with tier._ledger.held(1):
+    with tier._ledger.locked(1):
         assert exit_code(forked(locked_at_the_fork)) == 0
         with open(os.path.join(path, directory.LEDGER), "rb") as ledger, pytest.raises(BlockingIOError):
             fcntl.flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,8 +162,8 @@ def fork_with_a_tier(path: str) -> None:
     print(json.dumps("fine"))
 
 
-def test_another_process_has_it_until_it_is_killed(path: Path) -> None:
-    assert in_a_process_of_its_own(hold_and_be_killed, str(path)) == "fine"
+def test_a_killed_process_releases_the_lock_despite_a_forked_child(path: Path) -> None:
+    assert run_in_own_process(hold_and_be_killed, str(path)) == "fine"
 
 
 def hold_and_be_killed(path: str) -> None:
@@ -172,7 +171,7 @@ def hold_and_be_killed(path: str) -> None:
 
     def hold() -> None:
         tier = FileTier(path, BUDGET)
-        with tier._ledger.held(1):
+        with tier._ledger.locked(1):
             survivor = forked(lambda: time.sleep(100))
             os.write(tell, survivor.to_bytes(8, "big"))
             time.sleep(100)
@@ -189,12 +188,12 @@ def hold_and_be_killed(path: str) -> None:
     tier = FileTier(path, BUDGET)
     put(tier, 0)
     tier.close()
-    os.kill(survivor, signal.SIGKILL)  # it was there all the time
+    os.kill(survivor, signal.SIGKILL)  # it was alive all the time
     print(json.dumps("fine"))
 
 
 def test_a_writer_killed_at_the_rename_is_followed_by_another(path: Path) -> None:
-    assert in_a_process_of_its_own(kill_at_the_rename, str(path)) == "fine"
+    assert run_in_own_process(kill_at_the_rename, str(path)) == "fine"
 
 
 def kill_at_the_rename(path: str) -> None:
@@ -224,8 +223,8 @@ def kill_at_the_rename(path: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_four_processes_share_a_directory(path: Path, tmp_path: Path, seed: int) -> None:
-    found = in_a_process_of_its_own(share, str(path), str(tmp_path), seed, True)
+def test_four_processes_share_a_directory_within_the_budget(path: Path, tmp_path: Path, seed: int) -> None:
+    found = run_in_own_process(share, str(path), str(tmp_path), seed, True)
     assert found["exit codes"] == [-signal.SIGKILL, 0, 0, 0]
     for one in found["workers"]:
         assert one["wrong"] == []
@@ -239,7 +238,7 @@ def test_four_processes_share_a_directory(path: Path, tmp_path: Path, seed: int)
 
 def test_without_the_ledgers_lock_four_processes_disturb_each_other(path: Path, tmp_path: Path) -> None:
     """The control of the test above."""
-    found = in_a_process_of_its_own(share, str(path), str(tmp_path), 0, False)
+    found = run_in_own_process(share, str(path), str(tmp_path), 0, False)
     assert sum(one["beside another"] + len(one["wrong"]) + one["errors"] for one in found["workers"]) > 0
 
 
@@ -247,9 +246,9 @@ SHARED_BUDGET = 4 * MIB
 
 
 def share(path: str, aside: str, seed: int, locking: bool) -> None:
-    """Four processes read and write; the first is killed amid it. What each saw is printed."""
+    """Four processes read and write, and the first is killed meanwhile. Prints what each saw."""
     if not locking:
-        Ledger._lock = lambda *_: True  # type: ignore[method-assign]
+        Ledger._acquire_flock = lambda *_: True  # type: ignore[method-assign]
     results = [os.path.join(aside, f"worker{number}") for number in range(4)]
     workers = [
         forked(lambda number=number: share_as(path, aside, results[number], 10 * seed + number, number == 0))  # type: ignore[misc]
@@ -274,10 +273,10 @@ def share(path: str, aside: str, seed: int, locking: bool) -> None:
 
 
 def share_as(path: str, aside: str, result: str, seed: int, for_ever: bool) -> None:
-    """One of the four. Behind each of its writes it weighs the directory, which only it may change then."""
+    """One of the four. After each of its writes it measures the directory, which no other may change then."""
     chance = random.Random(seed)
     found: dict[str, Any] = {"wrong": [], "hits": 0, "beside another": 0, "most bytes": 0}
-    write, make_room = os.write, FileTier._make_room
+    write, evict_to_fit = os.write, FileTier._evict_to_fit
     alone = os.open(os.path.join(aside, "alone"), os.O_RDWR | os.O_CREAT)
 
     def watched(descriptor: int, data: memoryview) -> int:
@@ -285,16 +284,16 @@ def share_as(path: str, aside: str, result: str, seed: int, for_ever: bool) -> N
         found["most bytes"] = max(found["most bytes"], bytes_in(path))
         return count
 
-    def watched_room(tier: FileTier, size: int) -> None:
+    def watched_eviction(tier: FileTier, size: int) -> None:
         try:
             fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             found["beside another"] += 1
-        make_room(tier, size)
+        evict_to_fit(tier, size)
         fcntl.flock(alone, fcntl.LOCK_UN)
 
     os.write = watched  # type: ignore[assignment]
-    FileTier._make_room = watched_room  # type: ignore[method-assign, assignment]
+    FileTier._evict_to_fit = watched_eviction  # type: ignore[method-assign, assignment]
     tier = FileTier(path, SHARED_BUDGET, shared=True)
     rounds = 0
     while for_ever or rounds < 200:

@@ -1,4 +1,4 @@
-"""Identity: every field counts, and nothing else does."""
+"""Cache keys: every field of an identity changes the key, and nothing else does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from mm_encoder import ImageOptions, MediaLimits
 from mm_encoder.cache.key import Keys, digest
@@ -26,6 +24,7 @@ from mm_encoder.pipeline import ImagePipeline
 
 from ..conftest import GOLDEN
 from ..helpers import case
+from .conftest import rewritten, tensors
 
 CHECKPOINT = GOLDEN / "glm53" / "checkpoint"
 CPU = torch.device("cpu")
@@ -42,31 +41,31 @@ def key(identity: dict[str, str] = IDENTITY, content: str = "cd" * 32, **options
     return Keys(identity).key(content, ImageOptions(**options))
 
 
-def test_a_key_is_32_bytes_and_the_same_for_the_same() -> None:
+def test_a_key_is_32_bytes_and_deterministic() -> None:
     assert len(key()) == 32
     assert key() == key(dict(reversed(IDENTITY.items())))
     assert Keys(IDENTITY).key("x", None) == Keys(IDENTITY).key("x", ImageOptions())
 
 
 @pytest.mark.parametrize("name", IDENTITY)
-def test_every_field_of_identity_counts(name: str) -> None:
+def test_every_identity_field_changes_the_key(name: str) -> None:
     assert key(IDENTITY | {name: IDENTITY[name] + " "}) != key()
     assert key({n: v for n, v in IDENTITY.items() if n != name}) != key()
 
 
-def test_content_and_options_count() -> None:
+def test_content_and_options_change_the_key() -> None:
     assert key(content="cd" * 31 + "ce") != key()
     assert key(exif_orientation=False) != key()
 
 
-def test_fields_are_framed() -> None:
-    """No text can run over from one field into the next."""
+def test_field_boundaries_change_the_digest() -> None:
+    """Text cannot move from one field to the next without changing the digest."""
     assert digest([("a", "bc")]) != digest([("ab", "c")])
     assert digest([("a", ""), ("b", "")]) != digest([("a", "b"), ("", "")])
     assert digest([("a", "b")]) != digest([("a", "b"), ("", "")])
 
 
-def test_an_epoch_is_like_no_other() -> None:
+def test_every_epoch_has_its_own_keys() -> None:
     keys, others = Keys(IDENTITY), Keys(IDENTITY)
     seen = {keys.key("x", None)}
     for one in (keys, others, keys):
@@ -75,14 +74,14 @@ def test_an_epoch_is_like_no_other() -> None:
     assert len(seen) == 4
 
 
-def test_what_is_printed_is_what_the_key_covers() -> None:
+def test_fields_lists_everything_the_key_covers() -> None:
     fields = Keys(IDENTITY).fields("cd" * 32, ImageOptions(exif_orientation=False))
     assert fields | IDENTITY == fields
     assert fields["content"] == "cd" * 32
     assert fields["exif_orientation"] == "False"
 
 
-def test_neither_process_nor_hash_seed_matters() -> None:
+def test_a_key_is_the_same_in_every_process() -> None:
     program = (
         "import sys, torch\n"
         "from mm_encoder.cache.key import Keys\n"
@@ -118,28 +117,6 @@ def identity_of(checkpoint: Path, dtype: torch.dtype = torch.float32) -> dict[st
     return ImagePipeline(family, MediaLimits(), "a model", dtype).identity(CPU)
 
 
-def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(path, "pt") as shard:
-            found |= {name: shard.get_tensor(name) for name in shard.keys()}
-    return found
-
-
-def rewritten(checkpoint: Path, values: dict[str, torch.Tensor], shards: int = 1) -> None:
-    """Write the weights anew, in so many files."""
-    for path in checkpoint.glob("*.safetensors*"):
-        path.unlink()
-    names = list(values)
-    weight_map: dict[str, str] = {}
-    for index in range(shards):
-        file = f"part-{index}.safetensors"
-        part = {name: values[name].contiguous() for name in names[index::shards]}
-        save_file(part, checkpoint / file)
-        weight_map |= dict.fromkeys(part, file)
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
 def edited(path: Path, change: Any) -> None:
     value = json.loads(path.read_text())
     change(value)
@@ -154,7 +131,7 @@ def test_the_weights_digest_does_not_depend_on_the_shards(checkpoint: Path) -> N
 
 
 @pytest.mark.parametrize("change", ["a bit", "a shape", "a name", "a dtype", "one less"])
-def test_every_property_of_a_vision_tensor_counts(checkpoint: Path, change: str) -> None:
+def test_every_change_of_a_vision_tensor_changes_the_digest(checkpoint: Path, change: str) -> None:
     opened = Checkpoint(checkpoint)
     _, family = load_family(checkpoint, None)
     before = opened.digest(family.tensor_prefixes)
@@ -177,13 +154,15 @@ def test_every_property_of_a_vision_tensor_counts(checkpoint: Path, change: str)
     assert Checkpoint(checkpoint).digest(family.tensor_prefixes) != before
 
 
-def test_other_tensors_do_not_count(checkpoint: Path) -> None:
+def test_language_tensors_do_not_change_the_digest(checkpoint: Path) -> None:
     before = identity_of(checkpoint)["weights"]
     rewritten(checkpoint, tensors(checkpoint) | {"model.language_model.norm.weight": torch.ones(3)})
     assert identity_of(checkpoint)["weights"] == before
 
 
-def test_settings_and_dtype_count(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_files_and_dtype_change_the_identity(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = identity_of(checkpoint)
     assert identity_of(checkpoint, torch.bfloat16) != before
     for name in ("torch", "pillow", "simplejpeg"):
@@ -198,11 +177,11 @@ def test_settings_and_dtype_count(checkpoint: Path, monkeypatch: pytest.MonkeyPa
     assert identity_of(checkpoint)["preprocessing"] != other["preprocessing"]
 
 
-def test_what_the_host_may_change_is_asked_for_each_key(checkpoint: Path) -> None:
+def test_process_wide_settings_are_read_for_each_key(checkpoint: Path) -> None:
     _, family = load_family(checkpoint, None)
     made = ImagePipeline(family, MediaLimits(), "a model", torch.float32).cache_keys(CPU)
     precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)  # set once, it is not called "none" any more
+    torch.set_float32_matmul_precision(precision)  # once set, it is no longer reported as "none"
     before = made.key("x", None)
     torch.set_float32_matmul_precision("high")
     try:
@@ -221,7 +200,7 @@ def content(image: Any, model: str = "m") -> str:
     return ImagePipeline(family, MediaLimits(), model, torch.float32).content_hash(Job(image))
 
 
-def test_content_is_the_bytes_whatever_carries_them(tmp_path: Path) -> None:
+def test_content_depends_on_the_bytes_not_on_their_carrier(tmp_path: Path) -> None:
     data = case("D06_good.jpg")
     path = tmp_path / "x"
     path.write_bytes(data)
@@ -231,7 +210,7 @@ def test_content_is_the_bytes_whatever_carries_them(tmp_path: Path) -> None:
 
 
 def alike() -> list[Any]:
-    """D14: pictures that are alike in one respect and differ in another."""
+    """D14: images that are alike in one respect and differ in another."""
     square = np.arange(36, dtype=np.uint8).reshape(6, 6)
     same_bytes = [square, square.reshape(4, 9), square.reshape(9, 4), square.reshape(4, 3, 3)]
     grey, index = Image.fromarray(square), Image.fromarray(square)
@@ -241,12 +220,12 @@ def alike() -> list[Any]:
     return [*same_bytes, square.reshape(3, 4, 3), grey, index, *files, *shapes, case("D14_same_pixels.bmp")]
 
 
-def test_pictures_that_are_alike_in_one_respect_have_keys_of_their_own() -> None:
+def test_similar_images_have_different_keys() -> None:
     images = alike()
     assert len({content(image) for image in images}) == len(images)
 
 
-def test_control_a_hash_of_the_pixels_alone_confuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_hash_of_the_pixels_alone_confuses_similar_images(monkeypatch: pytest.MonkeyPatch) -> None:
     def pixels_alone(model: str, *fields: Any) -> str:
         return hashlib.sha256(fields[-1]).hexdigest()
 

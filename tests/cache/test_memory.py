@@ -1,4 +1,4 @@
-"""The memory tier: its budget, its policy, shared storages, and the count of payload that is alive."""
+"""The memory tier: budget, eviction policy, shared storages, and the count of live cached bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def entry(length: int = 1, fill: float = 0.0, dtype: torch.dtype = torch.float32
     return Entry(rows, metadata)
 
 
-def together(count: int, work: Callable[[int], object]) -> None:
+def run_in_threads(count: int, work: Callable[[int], object]) -> None:
     """Run `work` in `count` threads that start at once; raise what any of them raised."""
     start, raised = threading.Barrier(count), list[BaseException]()
 
@@ -71,7 +71,7 @@ def together(count: int, work: Callable[[int], object]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """Set aside the objects of all imported modules: they need not be gone through each time."""
+    """Freeze the objects of all imported modules, so that gc.collect() does not traverse them each time."""
     gc.collect()
     gc.freeze()
     yield
@@ -80,7 +80,7 @@ def _quick_collections() -> Iterator[None]:
 
 @pytest.fixture
 def alive() -> Iterator[Callable[[], int]]:
-    """Bytes of cached payload that came alive in this test; none of it may outlive the test."""
+    """Count the live cached bytes created in this test; none of them may outlive it."""
     gc.collect()
     before = live_cpu_bytes_process()
     yield lambda: live_cpu_bytes_process() - before
@@ -90,14 +90,14 @@ def alive() -> Iterator[Callable[[], int]]:
 
 @pytest.fixture
 def quick_switches() -> Iterator[None]:
-    """Threads that take turns every 10 microseconds: at the default, a tier without its lock passes."""
+    """Switch threads every 10 microseconds: at the default interval, a tier without its lock would pass."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------
+# ---- entries and budget ----------------------------------------------------------------------------------
 
 
 def test_a_hit_is_the_same_entry_and_storage() -> None:
@@ -110,7 +110,7 @@ def test_a_hit_is_the_same_entry_and_storage() -> None:
     assert tier.get(key("b")) is None
 
 
-def test_of_two_puts_the_first_stays() -> None:
+def test_the_first_of_two_puts_stays() -> None:
     tier, first = MemoryTier(10 * ROW), entry(2)
     tier.put(key("a"), first)
     tier.put(key("a"), entry(5))
@@ -124,22 +124,22 @@ def test_capacity_zero_keeps_nothing(alive: Callable[[], int]) -> None:
     tier.put(key("empty"), entry(0))
     assert tier.get(key("a")) is None
     assert tier.stats() == (0, 0, 0)
-    assert alive() == 0, "what was not kept is not cached payload"
+    assert alive() == 0, "an entry that was not stored is not counted"
 
 
-def test_what_is_larger_than_the_budget_evicts_nothing() -> None:
+def test_an_entry_larger_than_the_budget_evicts_nothing() -> None:
     tier = MemoryTier(3 * ROW)
     tier.put(key("a"), entry(3))
     tier.put(key("large"), entry(4))
     assert tier.get(key("large")) is None
     assert tier.get(key("a")) is not None
     assert tier.stats() == (1, 3 * ROW, 0)
-    tier.put(key("just"), entry(3))  # one that fits exactly takes all of it
+    tier.put(key("just"), entry(3))  # an exact fit takes the whole budget
     assert tier.stats() == (1, 3 * ROW, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bytes_are_those_of_the_storage(dtype: torch.dtype) -> None:
+def test_bytes_are_counted_by_storage(dtype: torch.dtype) -> None:
     tier, one = MemoryTier(2**20), entry(5, dtype=dtype)
     tier.put(key("own"), one)
     assert tier.stats().bytes == 5 * WIDTH * dtype.itemsize
@@ -159,7 +159,7 @@ def test_keys_are_compared_in_full() -> None:
     assert [one and one.rows[0, 0].item() for one in found] == [0, 1, 2, 3, 4]
 
 
-def test_clear_and_close() -> None:
+def test_clear_empties_and_close_disables_the_tier() -> None:
     tier = MemoryTier(2 * ROW)
     for name in "abc":
         tier.put(key(name), entry())
@@ -180,7 +180,9 @@ def test_clear_and_close() -> None:
     budget=st.integers(0, 40),
     asked=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 15), st.booleans()), max_size=120),
 )
-def test_the_counts_are_those_of_what_can_be_got(budget: int, asked: list[tuple[int, int, bool]]) -> None:
+def test_the_counters_match_the_entries_that_get_returns(
+    budget: int, asked: list[tuple[int, int, bool]]
+) -> None:
     tier = MemoryTier(budget * ROW)
     kept: dict[int, Entry] = {}
     accepted = 0
@@ -209,7 +211,7 @@ def test_the_counts_are_those_of_what_can_be_got(budget: int, asked: list[tuple[
 
 
 class Lru:
-    """The control: the same budget, least recently used."""
+    """The control: LRU with the same budget."""
 
     def __init__(self, max_bytes: int) -> None:
         self.free, self.kept = max_bytes, OrderedDict[bytes, Entry]()
@@ -237,7 +239,7 @@ def hits(tier: MemoryTier | Lru, names: Any) -> int:
 
 
 @pytest.mark.parametrize(("kind", "kept"), [(MemoryTier, 30), (Lru, 0)])
-def test_a_scan_leaves_what_was_asked_for_again(kind: type[MemoryTier] | type[Lru], kept: int) -> None:
+def test_a_scan_does_not_evict_entries_that_were_hit(kind: type[MemoryTier] | type[Lru], kept: int) -> None:
     tier = kind(50 * ROW)
     hits(tier, [*range(30)] * 2)
     hits(tier, range(1000, 2000))
@@ -251,18 +253,18 @@ def test_a_loop_larger_than_the_budget_still_hits(kind: type[MemoryTier] | type[
     assert found == 0 or least
 
 
-def test_what_returns_after_a_scan_pushed_it_out_is_kept_from_then_on() -> None:
+def test_a_ghost_that_returns_enters_the_main_queue() -> None:
     tier = MemoryTier(50 * ROW)
     hits(tier, range(50))
     hits(tier, range(100, 130))
-    assert tier.get(key(20)) is None, "asked for once, and pushed out"
+    assert tier.get(key(20)) is None, "seen once, and evicted"
     hits(tier, [20])
     hits(tier, range(1000, 1200))
     assert tier.get(key(20)) is not None
     assert tier.get(key(130)) is None
 
 
-def test_what_was_popular_once_goes_in_the_end() -> None:
+def test_an_entry_that_is_no_longer_hit_is_evicted_in_the_end() -> None:
     tier = MemoryTier(50 * ROW)
     hits(tier, [*range(40)] * 9)
     hits(tier, [100 + n for n in range(40) for _ in range(2)] * 5)
@@ -270,14 +272,14 @@ def test_what_was_popular_once_goes_in_the_end() -> None:
     assert hits(tier, range(40)) <= 10
 
 
-def test_a_large_entry_pushes_out_as_much_as_it_needs() -> None:
+def test_a_large_entry_evicts_as_much_as_it_needs() -> None:
     tier = MemoryTier(10 * ROW)
     hits(tier, range(10))
     tier.put(key("large"), entry(7))
     assert tier.stats() == (4, 10 * ROW, 7)
 
 
-def test_it_does_not_grow_with_the_keys_it_has_seen() -> None:
+def test_memory_does_not_grow_with_the_keys_seen() -> None:
     tier = MemoryTier(50 * ROW)
     one = entry()
     sizes = []
@@ -298,7 +300,7 @@ def test_it_does_not_grow_with_the_keys_it_has_seen() -> None:
 
 @pytest.mark.threads
 @pytest.mark.parametrize("seed", range(3))
-def test_the_budget_holds_in_every_moment(seed: int, quick_switches: None) -> None:
+def test_the_bytes_never_exceed_the_budget(seed: int, quick_switches: None) -> None:
     budget = 60 * ROW
     tier, over, done = MemoryTier(budget), list[MemoryStats](), threading.Event()
 
@@ -322,7 +324,7 @@ def test_the_budget_holds_in_every_moment(seed: int, quick_switches: None) -> No
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    together(8, work)
+    run_in_threads(8, work)
     done.set()
     watcher.join()
     assert over == []
@@ -332,10 +334,10 @@ def test_the_budget_holds_in_every_moment(seed: int, quick_switches: None) -> No
 
 @pytest.mark.threads
 @pytest.mark.parametrize(("capacity", "most"), [(3, 3), (0, 0), (1, 1)])
-def test_requests_that_evict_each_other_all_succeed(
+def test_rows_stay_right_while_requests_evict_each_other(
     capacity: int, most: int, alive: Callable[[], int]
 ) -> None:
-    """D17: room for three; what was found is held, and what vanished is made again."""
+    """D17: at most three entries fit; requests hold the entries they found and recompute evicted ones."""
     tier, puts = MemoryTier(capacity * 2 * ROW), Counter[int]()
 
     def work(index: int) -> None:
@@ -351,7 +353,7 @@ def test_requests_that_evict_each_other_all_succeed(
                 held.append(found)
             assert [one.rows[1, 0].item() for one in held] == [0, 1, 2, 3, 4, 0]
 
-    together(8, work)
+    run_in_threads(8, work)
     stats = tier.stats()
     assert stats.entries == most
     assert stats.bytes == alive() == most * 2 * ROW
@@ -373,7 +375,7 @@ def test_many_puts_of_one_key_leave_one_storage(alive: Callable[[], int]) -> Non
             tier.put(key(turn), entry(2))
             got[index] = tier.get(key(turn))
 
-        together(8, work)
+        run_in_threads(8, work)
         assert got[0] is not None
         assert all(one is got[0] for one in got)
         assert alive() == tier.stats().bytes == 2 * ROW
@@ -381,7 +383,7 @@ def test_many_puts_of_one_key_leave_one_storage(alive: Callable[[], int]) -> Non
 
 
 @pytest.mark.threads
-def test_a_put_after_close_leaves_nothing(alive: Callable[[], int]) -> None:
+def test_a_put_after_close_stores_nothing(alive: Callable[[], int]) -> None:
     for _ in range(20):
         tier = MemoryTier(100 * ROW)
 
@@ -391,12 +393,12 @@ def test_a_put_after_close_leaves_nothing(alive: Callable[[], int]) -> None:
             for turn in range(10):
                 tier.put(key((index, turn)), entry())
 
-        together(4, work)
+        run_in_threads(4, work)
         assert tier.stats()[:2] == (0, 0)
         assert alive() == 0
 
 
-def test_whoever_watches_an_evicted_tensor_may_use_the_tier() -> None:
+def test_a_finalizer_of_an_evicted_tensor_may_use_the_tier() -> None:
     tier, seen = MemoryTier(2 * ROW), []
 
     class Watched(torch.Tensor):
@@ -413,11 +415,11 @@ def test_whoever_watches_an_evicted_tensor_may_use_the_tier() -> None:
             put(name)
         tier.clear()
 
-    together(1, work)
+    run_in_threads(1, work)
     assert len(seen) == 3
 
 
-# ---- bytes that are alive --------------------------------------------------------------------------------
+# ---- live bytes ------------------------------------------------------------------------------------------
 
 
 def holders() -> dict[str, Callable[[torch.Tensor], object]]:
@@ -453,7 +455,7 @@ def _cycle(held: object) -> object:
     # In inference mode autograd saves nothing.
     [(name, mode) for name in holders() for mode in (False, True) if not (mode and "autograd" in name)],
 )
-def test_payload_is_alive_as_long_as_anything_refers_to_it(
+def test_a_storage_counts_as_alive_while_anything_refers_to_it(
     holder: str, inference: bool, alive: Callable[[], int]
 ) -> None:
     with torch.inference_mode(inference):
@@ -474,7 +476,7 @@ def test_payload_is_alive_as_long_as_anything_refers_to_it(
         assert alive() == 0
 
 
-def test_copies_are_not_cached_payload(alive: Callable[[], int]) -> None:
+def test_copies_do_not_count_as_cached_bytes(alive: Callable[[], int]) -> None:
     tier, one = MemoryTier(100 * ROW), entry(10)
     tier.put(key("a"), one)
     copies = one.rows.clone(), one.rows.numpy().copy(), one.rows.to(torch.float64)
@@ -509,7 +511,7 @@ def test_views_stay_valid_after_eviction_and_close() -> None:
     del found
     tier.put(key("b"), entry(10, 6.0))
     tier.close()
-    others = [entry(10, 7.0) for _ in range(100)]  # would take the memory if it were free
+    others = [entry(10, 7.0) for _ in range(100)]  # would reuse the memory if it were freed
     assert view.eq(5.0).all()
     del others
 
@@ -531,7 +533,7 @@ def test_the_count_is_exact_when_storages_die_in_many_threads(alive: Callable[[]
             array = view.numpy()
             del view
             again = torch.from_numpy(array)
-            track(again)  # a storage of its own, over the same memory
+            track(again)  # a new storage over the same memory
             del array
             if turn % 100 == index:
                 gc.collect(0)
@@ -539,7 +541,7 @@ def test_the_count_is_exact_when_storages_die_in_many_threads(alive: Callable[[]
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    together(8, work)
+    run_in_threads(8, work)
     done.set()
     watcher.join()
     assert alive() == 0
@@ -548,7 +550,7 @@ def test_the_count_is_exact_when_storages_die_in_many_threads(alive: Callable[[]
     assert max(read) <= 8 * 2 * ROW
 
 
-def test_the_count_stands_in_no_way_at_exit() -> None:
+def test_the_count_does_not_disturb_interpreter_exit() -> None:
     program = (
         "import torch\n"
         "from mm_encoder.cache.entry import Entry\n"
@@ -572,7 +574,7 @@ def test_the_count_stands_in_no_way_at_exit() -> None:
 
 
 @pytest.mark.needs_cuda
-def test_pinned_payload_is_counted_too(alive: Callable[[], int]) -> None:
+def test_pinned_storage_is_counted_too(alive: Callable[[], int]) -> None:
     tier, one = MemoryTier(100 * ROW), entry(10)
     pinned = torch.empty(10, WIDTH, pin_memory=True)
     tier.put(key("a"), Entry(pinned, one.metadata))

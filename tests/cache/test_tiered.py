@@ -1,4 +1,4 @@
-"""Both tiers and the writer behind them, with a disk tier that does as it is told."""
+"""Both tiers and the writer thread, with a disk tier that the tests control."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def key(number: int) -> bytes:
 
 
 class Disk:
-    """A disk tier in a dictionary; each call waits at its gate, and fails or refuses when told to."""
+    """A disk tier in a dictionary; calls wait at gates, and `keep` makes a put fail or be refused."""
 
     def __init__(self) -> None:
         self.entries: dict[bytes, Entry] = {}
@@ -106,7 +106,7 @@ def opened() -> Iterator[Callable[..., Cache]]:
         cache.close()
 
 
-def test_a_hit_in_memory_is_the_same_storage_and_says_so(opened: Callable[..., Cache]) -> None:
+def test_a_memory_hit_shares_the_storage_and_reports_memory(opened: Callable[..., Cache]) -> None:
     cache, stored = opened(), rows(1)
     assert cache.get(key(1)) is None
     cache.put(key(1), stored, metadata(stored))
@@ -121,7 +121,7 @@ def test_a_hit_in_memory_is_the_same_storage_and_says_so(opened: Callable[..., C
     assert stats.memory_bytes == stored.nbytes
 
 
-def test_what_is_on_disk_comes_to_memory(opened: Callable[..., Cache], disk: Disk) -> None:
+def test_a_disk_hit_is_promoted_to_memory(opened: Callable[..., Cache], disk: Disk) -> None:
     cache, stored = opened(), rows(2)
     disk.entries[key(2)] = Entry(stored, metadata(stored))
     first, second = cache.get(key(2)), cache.get(key(2))
@@ -133,8 +133,8 @@ def test_what_is_on_disk_comes_to_memory(opened: Callable[..., Cache], disk: Dis
     assert disk.reads == [key(2)]
 
 
-def test_of_many_who_ask_for_one_key_one_reads_the_disk(opened: Callable[..., Cache], disk: Disk) -> None:
-    cache = opened(memory_bytes=0)  # so that whoever comes late cannot find it there
+def test_concurrent_gets_of_a_key_read_the_disk_once(opened: Callable[..., Cache], disk: Disk) -> None:
+    cache = opened(memory_bytes=0)  # so that a late thread cannot find it there
     disk.entries[key(3)] = Entry(rows(3), metadata(rows(3)))
     disk.read_gate.clear()
     found: list[Entry | None] = []
@@ -154,7 +154,7 @@ def test_of_many_who_ask_for_one_key_one_reads_the_disk(opened: Callable[..., Ca
     assert stats.memory_hits + stats.disk_hits == 64
 
 
-def test_a_reader_that_fails_lets_the_others_go(
+def test_an_interrupted_reader_does_not_block_later_gets(
     opened: Callable[..., Cache], disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = opened()
@@ -166,14 +166,14 @@ def test_a_reader_that_fails_lets_the_others_go(
         patch.setattr(disk, "get", broken)
         with pytest.raises(KeyboardInterrupt):
             cache.get(key(4))
-    assert cache.get(key(4)) is None  # and nobody waits for the one who was interrupted
+    assert cache.get(key(4)) is None  # does not wait for the interrupted reader
 
 
-def test_writes_are_behind_and_the_backlog_serves_meanwhile(opened: Callable[..., Cache], disk: Disk) -> None:
+def test_the_backlog_serves_hits_until_it_is_written(opened: Callable[..., Cache], disk: Disk) -> None:
     cache = opened(memory_bytes=0)
     disk.write_gate.clear()
     stored = rows(5)
-    cache.put(key(5), stored, metadata(stored))  # returns, though nothing can be written
+    cache.put(key(5), stored, metadata(stored))  # returns although the writer is blocked
     found = cache.get(key(5))
     assert found is not None
     assert found.rows is stored
@@ -183,10 +183,10 @@ def test_writes_are_behind_and_the_backlog_serves_meanwhile(opened: Callable[...
     assert disk.entries[key(5)].metadata == metadata(stored, cache="memory")
 
 
-def test_a_full_backlog_drops_and_holds_nobody_up(
+def test_a_full_backlog_drops_writes_instead_of_blocking(
     opened: Callable[..., Cache], disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered, "_BACKLOG", 1000)
+    monkeypatch.setattr(tiered, "_MAX_BACKLOG_BYTES", 1000)
     cache = opened(max_entry_bytes=1000)
     disk.write_gate.clear()
     for number in range(20):
@@ -198,7 +198,7 @@ def test_a_full_backlog_drops_and_holds_nobody_up(
     assert disk.writes == [key(number) for number in range(1000 // 128)]
 
 
-def test_what_the_disk_does_not_take_is_counted(opened: Callable[..., Cache], disk: Disk) -> None:
+def test_a_put_refused_by_the_disk_counts_as_dropped(opened: Callable[..., Cache], disk: Disk) -> None:
     cache = opened()
     disk.keep = lambda key: False
     cache.put(key(6), rows(6), metadata(rows(6)))
@@ -206,7 +206,7 @@ def test_what_the_disk_does_not_take_is_counted(opened: Callable[..., Cache], di
     assert cache.get(key(6)) is not None
 
 
-def test_a_writer_that_meets_a_bug_goes_on(
+def test_the_writer_continues_after_an_unexpected_error(
     opened: Callable[..., Cache], disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = opened()
@@ -220,10 +220,10 @@ def test_a_writer_that_meets_a_bug_goes_on(
         cache.put(key(number), rows(number), metadata(rows(number)))
     until(lambda: key(8) in disk.entries)
     assert cache.stats().errors == 1
-    assert "a result was not stored" in caplog.text
+    assert "a result could not be cached" in caplog.text
 
 
-def test_too_large_a_result_bypasses(opened: Callable[..., Cache], disk: Disk) -> None:
+def test_a_result_over_max_entry_bytes_bypasses_the_cache(opened: Callable[..., Cache], disk: Disk) -> None:
     cache = opened(max_entry_bytes=100)
     cache.put(key(9), rows(9), metadata(rows(9)))
     cache.put_behind(key(9), lambda: rows(9), metadata(rows(9)), 128)
@@ -233,7 +233,7 @@ def test_too_large_a_result_bypasses(opened: Callable[..., Cache], disk: Disk) -
     assert disk.writes == []
 
 
-def test_rows_that_are_still_on_a_device_are_fetched_behind(opened: Callable[..., Cache], disk: Disk) -> None:
+def test_rows_on_a_device_are_fetched_by_the_writer(opened: Callable[..., Cache], disk: Disk) -> None:
     cache, stored = opened(), rows(10)
     fetched: list[str] = []
 
@@ -250,7 +250,7 @@ def test_rows_that_are_still_on_a_device_are_fetched_behind(opened: Callable[...
     assert found.metadata.device == "cpu"
 
 
-def test_rows_that_cannot_be_fetched_are_a_miss(
+def test_rows_that_fail_to_fetch_are_a_miss(
     opened: Callable[..., Cache], disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = opened()
@@ -267,9 +267,7 @@ def test_rows_that_cannot_be_fetched_are_a_miss(
     assert cache.get(key(2)) is None
 
 
-def test_what_is_on_its_way_to_disk_is_in_memory_as_far_as_anyone_can_tell(
-    opened: Callable[..., Cache], disk: Disk
-) -> None:
+def test_a_pending_write_counts_as_in_memory(opened: Callable[..., Cache], disk: Disk) -> None:
     cache = opened(memory_bytes=0)
     disk.write_gate.clear()
     cache.put(key(1), rows(1), metadata(rows(1)))
@@ -278,7 +276,7 @@ def test_what_is_on_its_way_to_disk_is_in_memory_as_far_as_anyone_can_tell(
     assert torch.equal(found.rows, rows(1))
 
 
-def test_closing_writes_what_is_waiting_and_lets_memory_go(opened: Callable[..., Cache], disk: Disk) -> None:
+def test_close_writes_the_backlog_and_empties_memory(opened: Callable[..., Cache], disk: Disk) -> None:
     cache = opened()
     disk.write_gate.clear()
     for number in range(5):
@@ -317,18 +315,18 @@ def test_closing_writes_what_is_waiting_and_lets_memory_go(opened: Callable[...,
         ),
     ],
 )
-def test_impossible_settings_raise(config: dict[str, Any], message: str) -> None:
+def test_invalid_settings_raise(config: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         CacheConfig(**config)
 
 
-def test_an_identity_that_cannot_be_made_frees_the_directory(disk: Disk) -> None:
+def test_a_failing_identity_closes_the_disk_tier(disk: Disk) -> None:
     with pytest.raises(ZeroDivisionError):
         Cache(CacheConfig(), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     assert disk.closed == 1
 
 
-def test_a_path_that_is_a_file_is_said_at_once(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_raises_at_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("x")
     before = threading.active_count()
