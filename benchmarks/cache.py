@@ -68,8 +68,8 @@ def main() -> None:
 
 def planted(encoder: Encoder, nbytes: int) -> bytes:
     """A source that the encoder has in memory. A hit is never looked into, so it need not be an image."""
-    assert encoder._front is not None
-    data, cache = random.Random(nbytes).randbytes(nbytes), encoder._front.cache
+    assert encoder._coalescer is not None
+    data, cache = random.Random(nbytes).randbytes(nbytes), encoder._coalescer.cache
     cache.put(cache.keys.key(encoded_hash(encoder.model, data), None), torch.zeros(256, 512), METADATA)
     return data
 

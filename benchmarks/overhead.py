@@ -83,7 +83,7 @@ def _probes(checkpoint: Path, data: bytes, gate: threading.Event) -> list[list[o
 
     tally, result = Tally(), Job(data)
     result.timings = dict.fromkeys(
-        ("line", "open", "queue", "hash", "decode", "patches", "wait", "tower"), 1.0
+        ("admission_wait", "open", "queue_wait", "hash", "decode", "patches", "replica_wait", "tower"), 1.0
     )
 
     def count() -> None:

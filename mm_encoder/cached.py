@@ -1,8 +1,9 @@
-"""What stands before the engine where there is a cache: hits, and one flight for each image.
+"""Request coalescing in front of the engine, when a cache is configured.
 
-A caller holds an `Ask`. It is answered from the cache, or joins a flight, or becomes the first ask of a
-flight of its own, whose job goes through the engine. A flight takes off, so that others can join it, when its
-job is about to be decoded: it then has its room, and the key is that of the very snapshot that is decoded.
+Each caller holds a `Waiter`. It is resolved from the cache (memory, then disk), or joins the flight of the
+same key, or becomes the leader of a new flight, whose job goes through the engine. A flight claims its key,
+and can be joined, right before its job is decoded: the job then has its slot and bytes, and the key is that
+of the very snapshot that is decoded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from .device import Transfers
 from .engine.admission import wait_for_future
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
-from .engine.job import Job, Joined, Promise, copy_error
+from .engine.faults import Joined, copy_error
+from .engine.job import Job
+from .engine.promise import Promise
 from .engine.worker import run_in_new_thread
 from .errors import PlanMismatchError
 
@@ -35,21 +38,21 @@ Identify = Callable[[Job], str]
 
 
 @dataclass(eq=False, slots=True)
-class Ask(Promise):
+class Waiter(Promise):
     """What one caller waits for."""
 
     expected: int | None = None
     consumer: Any = None
     """The stream on which it will read the rows; None on the CPU."""
-    flight: Flight[Ask] | None = None
+    flight: Flight[Waiter] | None = None
     running: bool = False
     """Whether its flight's job is running, by which it was started."""
 
-    def begin(self) -> None:
+    def mark_running(self) -> None:
         """The job runs: no cancelling, no deadline any more."""
         self.running = self.start()
 
-    def answer(self, result: ImageResult) -> None:
+    def resolve(self, result: ImageResult) -> None:
         """Give it its result, unless it has an outcome already."""
         if not self.running and not self.start():
             return
@@ -59,61 +62,61 @@ class Ask(Promise):
         else:
             self.fail(PlanMismatchError(f"expected {self.expected} tokens, but this image makes {rows}"))
 
-    def refuse(self, error: BaseException) -> None:
+    def reject(self, error: BaseException) -> None:
         """Give it its error, unless it has an outcome already."""
         if self.running or self.start():
             self.fail(error)
 
 
-class Front:
-    """Which flights there are, and what becomes of their asks. Knows no engine: its callbacks live in futures
-    and threads, which must not keep an encoder alive.
+class Coalescer:
+    """The flights of one encoder, and the delivery of their results. Knows no engine: its callbacks live in
+    futures and threads, which must not keep an encoder alive.
 
-    results: as in CacheConfig. lookups: threads that look up for event loops.
+    results: as in CacheConfig. lookups: number of lookup threads for event loops.
     """
 
     def __init__(self, cache: Cache, transfers: Transfers, results: str, lookups: int) -> None:
         self.cache, self._transfers, self._results = cache, transfers, results
         self.lookups = ThreadPoolExecutor(lookups, "mm-encoder-lookup")
-        self._flights: Flights[Ask] = Flights()
+        self._flights: Flights[Waiter] = Flights()
 
     def close(self) -> None:
-        """Close the cache; flights have landed by then."""
+        """Close the cache; all flights are closed by then."""
         self.lookups.shutdown(wait=False)  # one may hang in a file system, and nobody waits for it
         self.cache.close()
 
-    def find(self, ask: Ask, mm_hash: str, job: Job) -> bool:
-        """Answer `ask` from the cache, or have it join a flight; whether either was possible."""
+    def find(self, waiter: Waiter, mm_hash: str, job: Job) -> bool:
+        """Answer `waiter` from the cache, or have it join a flight; whether either was possible."""
         key = self.cache.keys.key(mm_hash, job.options)
         entry = self.cache.get(key)
         if entry is not None:
-            _answer(ask, partial(self._result, entry, ask))
+            _resolve(waiter, partial(self._result, entry, waiter))
             return True
-        flight = self._flights.join(key, ask)
+        flight = self._flights.join(key, waiter)
         if flight is None:
             return False
         self.cache.count("joined")
-        self._seat(ask, flight)
+        self._attach(waiter, flight)
         return True
 
-    def board(self, ask: Ask, job: Job) -> None:
-        """A flight of its own for `ask`, which waits on the ground for the job to get its room."""
-        flight = job.flight = Flight(ask, job.abandon)
-        job.caller_future = ask.future
-        job.on_start = flight.begin
-        job.future.add_done_callback(partial(self._landed, flight))
-        self._seat(ask, flight)
+    def start_leader(self, waiter: Waiter, job: Job) -> None:
+        """Start a flight for `waiter`, which can be joined once the job has its slot and bytes."""
+        flight = job.flight = Flight(waiter, job.abandon)
+        job.caller_future = waiter.future
+        job.on_start = flight.mark_running
+        job.future.add_done_callback(partial(self._on_job_done, flight))
+        self._attach(waiter, flight)
 
-    def take_off(self, job: Job) -> Callable[[], None] | None:
+    def before_decode(self, job: Job) -> Callable[[], None] | None:
         """What is to be done instead of encoding `job`, whose `mm_hash` is known: its result may have come to
         memory, another flight may have taken off for it, or nobody waits any more.
         """
-        flight: Flight[Ask] = job.flight
+        flight: Flight[Waiter] = job.flight
         key = self.cache.keys.key(job.mm_hash, job.options)
         while True:
-            if self._flights.take_off(key, flight):
+            if self._flights.claim_key(key, flight):
                 if not flight.join():  # given up while the image was hashed
-                    self._flights.end(flight)
+                    self._flights.finish(flight)
                     return lambda: None
                 # Results are kept before flights end, so what ended before this one began is there.
                 entry = self.cache.memory(key)
@@ -122,53 +125,53 @@ class Front:
                     self.cache.count("misses")
                     return None
                 self.cache.count("memory_hits")
-                return partial(self._give, flight, job, entry)
-            asks = flight.asks()
-            other = self._flights.join(key, *asks)
+                return partial(self._deliver_cached, flight, job, entry)
+            waiters = flight.waiters()
+            other = self._flights.join(key, *waiters)
             if other is not None:
                 self.cache.count("joined")
-                flight.land()
-                for ask in asks:
-                    self._seat(ask, other)
+                flight.close()
+                for waiter in waiters:
+                    self._attach(waiter, other)
                 return partial(job.fail_if_pending, Joined())
 
-    def _give(self, flight: Flight[Ask], job: Job, entry: Entry) -> None:
-        for ask in self._flights.end(flight):
-            _answer(ask, partial(self._result, entry, ask))
+    def _deliver_cached(self, flight: Flight[Waiter], job: Job, entry: Entry) -> None:
+        for waiter in self._flights.finish(flight):
+            _resolve(waiter, partial(self._result, entry, waiter))
         job.fail_if_pending(Joined())
 
-    def _seat(self, ask: Ask, flight: Flight[Ask]) -> None:
-        ask.flight = flight
-        if ask.future.done():  # it came to its end meanwhile, and found no flight to leave
-            flight.leave(ask)
+    def _attach(self, waiter: Waiter, flight: Flight[Waiter]) -> None:
+        waiter.flight = flight
+        if waiter.future.done():  # it came to its end meanwhile, and found no flight to leave
+            flight.leave(waiter)
 
-    def _landed(self, flight: Flight[Ask], future: Future[ImageResult]) -> None:
-        """A job is done, in whatever thread: its asks get what it got, and nothing may come between."""
+    def _on_job_done(self, flight: Flight[Waiter], future: Future[ImageResult]) -> None:
+        """A job is done, in whatever thread: its waiters get what it got, and nothing may come between."""
         if future.cancelled():
-            for ask in self._flights.end(flight):
-                ask.cancel()
+            for waiter in self._flights.finish(flight):
+                waiter.cancel()
             return
         error = future.exception()
         if error is not None:
-            for ask in self._flights.end(flight):
-                ask.refuse(copy_error(error))
+            for waiter in self._flights.finish(flight):
+                waiter.reject(copy_error(error))
             return
         result = future.result()
         try:
-            self._keep(flight, result)
+            self._store(flight, result)
         except Exception:
             self.cache.count("errors")
             logger.exception("a result was not kept", extra={"mm_event": "cache_error"})
-        for ask in self._flights.end(flight):
-            _answer(ask, partial(self._shared, result, flight, ask))
+        for waiter in self._flights.finish(flight):
+            _resolve(waiter, partial(self._for_consumer, result, flight, waiter))
 
-    def _shared(self, result: ImageResult, flight: Flight[Ask], ask: Ask) -> ImageResult:
+    def _for_consumer(self, result: ImageResult, flight: Flight[Waiter], waiter: Waiter) -> ImageResult:
         if result.tensor.device.type != "cpu":
             _, _, first = flight.tag
-            self._transfers.share(result.tensor, first, ask.consumer)
+            self._transfers.share(result.tensor, first, waiter.consumer)
         return result
 
-    def _keep(self, flight: Flight[Ask], result: ImageResult) -> None:
+    def _store(self, flight: Flight[Waiter], result: ImageResult) -> None:
         mm_hash, options, consumer = flight.tag
         rows, metadata = result
         if self.cache.keys.key(mm_hash, options) != flight.key:
@@ -179,33 +182,33 @@ class Front:
             download = partial(self._transfers.download, rows, self._transfers.mark(consumer))
             self.cache.put_behind(flight.key, download, metadata, rows.nbytes)
 
-    def _result(self, entry: Entry, ask: Ask) -> ImageResult:
+    def _result(self, entry: Entry, waiter: Waiter) -> ImageResult:
         rows, metadata = entry
         if self._results == "device":
-            return self._transfers.upload(ImageResult(rows, metadata), ask.consumer)
+            return self._transfers.upload(ImageResult(rows, metadata), waiter.consumer)
         return ImageResult(rows, metadata)
 
 
 class CachedEngine:
-    """Admits jobs as the engine does, but asks the cache first."""
+    """Admits jobs as the engine does, but waiters the cache first."""
 
-    def __init__(self, engine: Engine, front: Front, identify: Identify) -> None:
-        self._engine, self._front, self._identify = engine, front, identify
+    def __init__(self, engine: Engine, coalescer: Coalescer, identify: Identify) -> None:
+        self._engine, self._coalescer, self._identify = engine, coalescer, identify
 
     def admit(self, job: Job, timeout: float | None) -> Future[ImageResult]:
         """A future for `job`'s image. Waits for room if it has to be encoded; raises as `admission.admit`."""
-        ask = self._ask(job)
-        if not self._look_up(ask, job):
-            self._front.board(ask, job)
+        waiter = self._waiter(job)
+        if not self._look_up(waiter, job):
+            self._coalescer.start_leader(waiter, job)
             self._engine.admit(job, timeout)
-        return ask.future
+        return waiter.future
 
     async def admit_async(self, job: Job, timeout: float | None) -> Future[ImageResult]:
         """The same on the running loop; hashing and reading are done in threads for lookups."""
-        ask = self._ask(job)
+        waiter = self._waiter(job)
         try:
             try:
-                looking = self._front.lookups.submit(self._look_up, ask, job)
+                looking = self._coalescer.lookups.submit(self._look_up, waiter, job)
             except RuntimeError:  # its threads have ended, since the encoder was closed meanwhile
                 self._engine.require_usable()
                 raise
@@ -213,51 +216,55 @@ class CachedEngine:
             found = looking.result()
         except BaseException as error:
             # A coroutine that is collected may be so inside a lock that cancelling takes.
-            run_in_new_thread(ask.cancel) if isinstance(error, GeneratorExit) else ask.cancel()
+            run_in_new_thread(waiter.cancel) if isinstance(error, GeneratorExit) else waiter.cancel()
             raise
         if not found:
-            self._front.board(ask, job)
+            self._coalescer.start_leader(waiter, job)
             await self._engine.admit_async(job, timeout)
-        return ask.future
+        return waiter.future
 
-    def _ask(self, job: Job) -> Ask:
+    def _waiter(self, job: Job) -> Waiter:
         deadlines = self._engine.scheduler.deadlines
-        ask = Ask(job.expected, job.consumer, deadline=job.deadline)
+        waiter = Waiter(job.expected, job.consumer, deadline=job.deadline)
         job.deadline = None
-        ask.on_done = partial(_ended, deadlines)
-        ask.future.add_done_callback(partial(_cancelled, weakref.ref(ask), deadlines, os.getpid()))
-        deadlines.watch(ask)
-        return ask
+        waiter.on_done = partial(_on_waiter_done, deadlines)
+        waiter.future.add_done_callback(
+            partial(_on_waiter_cancelled, weakref.ref(waiter), deadlines, os.getpid())
+        )
+        deadlines.watch(waiter)
+        return waiter
 
-    def _look_up(self, ask: Ask, job: Job) -> bool:
-        """Whether `ask` needs no job: it was found, is under way, or is at fault."""
+    def _look_up(self, waiter: Waiter, job: Job) -> bool:
+        """Whether `waiter` needs no job: it was found, is under way, or is at fault."""
         try:
             mm_hash = self._identify(job)
-            found = self._front.find(ask, mm_hash, job)
+            found = self._coalescer.find(waiter, mm_hash, job)
         except Exception as error:
-            ask.fail_if_pending(error)
+            waiter.fail_if_pending(error)
             return True
         if type(job.image) is bytes:
             job.mm_hash = mm_hash  # anything else may be another when it is opened for good
-        return found or ask.future.done()
+        return found or waiter.future.done()
 
 
-def _answer(ask: Ask, result: Callable[[], ImageResult]) -> None:
-    """Give an ask its result, or what came of making it: no ask may be left without an outcome."""
+def _resolve(waiter: Waiter, result: Callable[[], ImageResult]) -> None:
+    """Give an waiter its result, or what came of making it: no waiter may be left without an outcome."""
     try:
-        ask.answer(result())
+        waiter.resolve(result())
     except Exception as error:
-        ask.refuse(error)
+        waiter.reject(error)
 
 
-def _ended(deadlines: Deadlines, ask: Ask, error: BaseException | None) -> None:
-    deadlines.forget(ask)
-    if ask.flight is not None:
-        ask.flight.leave(ask, error)
+def _on_waiter_done(deadlines: Deadlines, waiter: Waiter, error: BaseException | None) -> None:
+    deadlines.forget(waiter)
+    if waiter.flight is not None:
+        waiter.flight.leave(waiter, error)
 
 
-def _cancelled(watch: weakref.ref[Ask], deadlines: Deadlines, pid: int, future: Future[ImageResult]) -> None:
-    ask = watch()
-    if ask is not None and future.cancelled() and os.getpid() == pid:  # not in a forked child
-        _ended(deadlines, ask, None)
-        ask.notify_cancelled()
+def _on_waiter_cancelled(
+    watch: weakref.ref[Waiter], deadlines: Deadlines, pid: int, future: Future[ImageResult]
+) -> None:
+    waiter = watch()
+    if waiter is not None and future.cancelled() and os.getpid() == pid:  # not in a forked child
+        _on_waiter_done(deadlines, waiter, None)
+        waiter.notify_cancelled()

@@ -14,7 +14,7 @@ import torch
 
 from . import steps
 from .cache.tiered import Cache
-from .cached import CachedEngine, Front
+from .cached import CachedEngine, Coalescer
 from .config import (
     CacheConfig,
     ImageOptions,
@@ -127,26 +127,30 @@ class Encoder:
             to_cpu=cache is not None and cache.results == "cpu",
             cache=None if cache is None else "miss",
         )
-        front = None
+        coalescer = None
         if cache is not None:
             transfers = open_transfers(self.device, handoff)
             opened = Cache(cache, partial(steps.keys, self._family, self.device, self.dtype))
-            front = Front(opened, transfers, cache.results, workers)
-        self._front = front
+            coalescer = Coalescer(opened, transfers, cache.results, workers)
+        self._coalescer = coalescer
         self._engine = Engine(
             settings,
             steps.open_image(self._family, self._limits),
-            steps.prepare(self._family, self._limits, self.model, None if front is None else front.take_off),
+            steps.prepare(
+                self._family, self._limits, self.model, None if coalescer is None else coalescer.before_decode
+            ),
             replicas=replicas_per_gpu,
             workers=workers,
             depth=depth,
             max_bytes=queue_bytes,
             wedged_after=wedged_after,
-            on_stopped=front.close if front else lambda: None,
+            on_stopped=coalescer.close if coalescer else lambda: None,
         )
         identify = steps.identify(self._family, self._limits, self.model)
-        # What admits: the engine, or what asks the cache first.
-        self._way = self._engine if front is None else CachedEngine(self._engine, front, identify)
+        # All submissions enter here: the engine itself, or the cache in front of it.
+        self._admission = (
+            self._engine if coalescer is None else CachedEngine(self._engine, coalescer, identify)
+        )
         self.stream_priority = self._engine.stream_priority
         for index in range(replicas_per_gpu):
             logger.info(
@@ -179,7 +183,7 @@ class Encoder:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
                     asked = image, expected, image_options, timeout, deadline
-                    call.add(self._way.admit(*self._job(*asked)))
+                    call.add(self._admission.admit(*self._job(*asked)))
                 if call.faulty:
                     break  # its error is raised below
             return [call.result(index) for index in range(len(call.futures))]
@@ -212,7 +216,7 @@ class Encoder:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
                     asked = image, expected, image_options, timeout, deadline
-                    call.add(await self._way.admit_async(*self._job(*asked)))
+                    call.add(await self._admission.admit_async(*self._job(*asked)))
                 if call.faulty:
                     break
             for index, future in enumerate(call.futures):
@@ -258,7 +262,7 @@ class Encoder:
         self._engine.require_usable()
         if expected_tokens is not None:
             require_int("expected_tokens", expected_tokens, 1)
-        return self._way.admit(*self._job(image, expected_tokens, image_options, timeout, deadline))
+        return self._admission.admit(*self._job(image, expected_tokens, image_options, timeout, deadline))
 
     def encode_image(self, data: ImageInput) -> dict[str, torch.Tensor]:
         """Encode one image into named tensors: `embeddings` [rows, width] on the device, and int64
@@ -285,15 +289,15 @@ class Encoder:
     def cache_stats(self) -> CacheStats:
         """The cache's counts, all zero without one. Answers as `health` does."""
         self._engine.require_own_process()
-        return CacheStats() if self._front is None else self._front.cache.stats()
+        return CacheStats() if self._coalescer is None else self._coalescer.cache.stats()
 
     def bump_weights(self) -> None:
         """Have the cache serve no result that it has now, for callers who change weights in place. Call it
         before the change begins, so that nothing made during it is kept for good, and again once it is done.
         """
         self._engine.require_usable()
-        if self._front is not None:
-            self._front.cache.keys.bump()
+        if self._coalescer is not None:
+            self._coalescer.cache.keys.bump()
 
     def close(self) -> None:
         """Stop admission, finish what was accepted, join every thread. Results live on; twice is fine.

@@ -51,9 +51,9 @@ def identify(family: Family, limits: MediaLimits, model: str) -> Identify:
     return run
 
 
-def prepare(family: Family, limits: MediaLimits, model: str, take_off: Prepare | None = None) -> Prepare:
-    """What a preprocessing thread does with an opened job. `take_off` is asked, once its `mm_hash` is known,
-    whether there is something to be done instead.
+def prepare(family: Family, limits: MediaLimits, model: str, before_decode: Prepare | None = None) -> Prepare:
+    """What a preprocessing thread does with an opened job. `before_decode` is asked, once its `mm_hash` is
+    known, whether there is something to be done instead.
     """
 
     def run(job: Job) -> Callable[[], None] | None:
@@ -62,7 +62,7 @@ def prepare(family: Family, limits: MediaLimits, model: str, take_off: Prepare |
         assert job.plan is not None
         job.mm_hash = job.mm_hash or source.mm_hash(model)
         job.stage_done("hash")
-        instead = None if take_off is None else take_off(job)
+        instead = None if before_decode is None else before_decode(job)
         if instead is not None:
             return instead
         picture = source.decode(limits)

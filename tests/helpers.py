@@ -309,7 +309,7 @@ def hold_towers(monkeypatch: pytest.MonkeyPatch) -> Hold:
     return Hold(monkeypatch, GlmTower, "forward")
 
 
-STAGES = ("in line", "queued", "opening", "decoding", "patches", "ready", "running")
+STAGES = ("waiting", "queued", "opening", "decoding", "patches", "ready", "running")
 FIRST_SIZE, VICTIM_SIZE = (120, 60), (60, 180)
 
 
@@ -322,13 +322,13 @@ class Scene:
 
     def __init__(self, stage: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stage, self.victim = stage, saved(noise(*VICTIM_SIZE), "PNG")
-        depth = 2 if stage == "in line" else 9
+        depth = 2 if stage == "waiting" else 9
         self.encoder = Encoder(checkpoint, device="cpu", queue_depth=depth, preprocess_workers=1)
         first = saved(noise(*FIRST_SIZE), "PNG")
         self._images = [first, *(saved(noise(40 + 30 * i, 50, seed=i), "PNG") for i in range(4))]
         self._wanted = self.encoder.generate(self._images)
         self._others: list[Future[ImageResult]] = []
-        size = FIRST_SIZE if stage in ("in line", "queued", "ready") else VICTIM_SIZE
+        size = FIRST_SIZE if stage in ("waiting", "queued", "ready") else VICTIM_SIZE
         grid = MediaPlanner(checkpoint).plan(size).grid_thws[0]
         self._hold = {
             "queued": lambda: Hold(monkeypatch, Source, "decode", lambda source, _: source.size == size),
@@ -339,9 +339,9 @@ class Scene:
 
     def __enter__(self) -> Scene:
         self._submit(1)
-        if self.stage in ("in line", "queued", "ready"):
+        if self.stage in ("waiting", "queued", "ready"):
             self._hold.wait()  # the first is held
-        if self.stage == "in line":
+        if self.stage == "waiting":
             self._submit(2)  # the queue is full
         return self
 
@@ -352,7 +352,7 @@ class Scene:
     def reached(self) -> None:
         """Wait until the victim is where it is to be held, and send others after it."""
         scheduler = self.encoder._engine.scheduler
-        if self.stage == "in line":
+        if self.stage == "waiting":
             until(lambda: scheduler.slots.waiting == 1)
             return
         if self.stage == "queued":

@@ -127,7 +127,7 @@ def test_every_kind_of_source_is_opened(encoder: Encoder, tmp_path: Path) -> Non
 @threads
 def test_timings_name_the_stages(encoder: Encoder) -> None:
     (result,) = asyncio.run(encoder.generate_async(png()))
-    stages = ["line", "queue", "open", "hash", "decode", "patches", "wait", "tower"]
+    stages = ["admission_wait", "queue_wait", "open", "hash", "decode", "patches", "replica_wait", "tower"]
     assert [stage for stage, _ in result.metadata.timings] == stages
 
 
@@ -557,9 +557,9 @@ def test_a_cancelled_task_leaves_nothing_behind(
                 with pytest.raises(TimeoutError):
                     await task
             assert scene.encoder.stats().cancelled == (stage != "running")
-            if stage in ("in line", "queued", "ready"):  # no thread has it: its room is free at once
+            if stage in ("waiting", "queued", "ready"):  # no thread has it: its room is free at once
                 assert scene.encoder.health().waiting == 0
-                assert scene.encoder.health().queue_length == {"in line": 2, "queued": 3, "ready": 2}[stage]
+                assert scene.encoder.health().queue_length == {"waiting": 2, "queued": 3, "ready": 2}[stage]
 
         asyncio.run(main())
         scene.others_are_well()

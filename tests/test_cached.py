@@ -121,8 +121,8 @@ def nothing_left(encoder: Encoder) -> None:
     until(lambda: all(worker.busy_s is None for worker in encoder.health().preprocessing))
     health = encoder.health()
     assert (health.queue_length, health.queue_bytes, health.waiting) == (0, 0, 0)
-    assert encoder._front is not None
-    assert len(encoder._front._flights) == 0
+    assert encoder._coalescer is not None
+    assert len(encoder._coalescer._flights) == 0
 
 
 # --- hits --------------------------------------------------------------------------------------------
@@ -442,19 +442,19 @@ def test_a_bug_while_results_are_handed_out_leaves_nobody_waiting(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoder = make(queue_depth=8, preprocess_workers=1)
-    front = encoder._front
-    assert front is not None
+    coalescer = encoder._coalescer
+    assert coalescer is not None
 
     def broken(*_: Any) -> Any:
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
         if where == "keep":
-            patch.setattr(front.cache, "put", broken)
+            patch.setattr(coalescer.cache, "put", broken)
         elif where == "share":
-            patch.setattr(front, "_shared", broken)
+            patch.setattr(coalescer, "_for_consumer", broken)
         else:
-            patch.setattr(front, "_result", broken)
+            patch.setattr(coalescer, "_result", broken)
             work.hold()
             # Two of one image with another between them: the last finds the first's result at take-off.
             asks = [encoder.submit(png(seed)) for seed in (1, 0)]
@@ -483,12 +483,12 @@ def test_callbacks_of_what_was_found_late_hold_no_cpu(
     work.wait()
     first = encoder.submit(png())
     until(lambda: encoder.cache_stats().misses == 2)
-    assert encoder._front is not None
-    find = encoder._front.find
+    assert encoder._coalescer is not None
+    find = encoder._coalescer.find
     # As if both had been looked up before either was known.
-    monkeypatch.setattr(encoder._front, "find", lambda *_: False)
+    monkeypatch.setattr(encoder._coalescer, "find", lambda *_: False)
     second = encoder.submit(png())
-    monkeypatch.setattr(encoder._front, "find", find)
+    monkeypatch.setattr(encoder._coalescer, "find", find)
     answers: list[ImageResult] = []
     second.add_done_callback(lambda _: answers.extend(other.generate(png(3))))
     work.opened.set()

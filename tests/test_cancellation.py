@@ -30,7 +30,7 @@ from .helpers import STAGES, Hold, Scene, case, hold_towers, in_flight, noise, n
 
 threads = pytest.mark.threads
 
-HELD = tuple(stage for stage in STAGES if stage not in ("in line", "opening"))
+HELD = tuple(stage for stage in STAGES if stage not in ("waiting", "opening"))
 """Stages at which the caller of submit has the future; test_async.py cancels at the others."""
 
 

@@ -56,8 +56,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 def test_a_job_takes_the_steps_that_are_drawn_and_no_other(seen: Steps) -> None:
-    for stage in ("line", "opening", "bytes", "queued", "preparing", "ready", "running", "loop"):
-        go_and_end(stage, Scheduler(1 if stage == "line" else 9, 100, replicas=1), job(90))
+    for stage in ("waiting", "opening", "bytes", "queued", "preparing", "ready", "running", "loop"):
+        go_and_end(stage, Scheduler(1 if stage == "waiting" else 9, 100, replicas=1), job(90))
     assert seen == {step for step in diagram(JobState) if "[*]" not in step}
 
 
@@ -68,7 +68,7 @@ def go_and_end(stage: str, scheduler: Scheduler, one: Job) -> None:
         opened(one)
         one.fail_if_pending(DeadlineExceededError())
 
-    first = enter(scheduler, job(90)) if stage in ("line", "bytes", "loop") else None
+    first = enter(scheduler, job(90)) if stage in ("waiting", "bytes", "loop") else None
     if stage == "loop":
         from_a_loop(scheduler, one)
     elif stage == "opening":

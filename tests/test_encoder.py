@@ -112,7 +112,7 @@ def test_metadata_says_what_the_tensor_is(encoder: Encoder, glm53_checkpoint: Pa
     assert metadata.grid_thws == plan.grid_thws
     assert metadata.original_size == plan.original_size == (100, 60)
     assert metadata.cache is None
-    stages = ["line", "open", "queue", "hash", "decode", "patches", "wait", "tower"]
+    stages = ["admission_wait", "open", "queue_wait", "hash", "decode", "patches", "replica_wait", "tower"]
     assert [stage for stage, _ in metadata.timings] == stages
     assert pickle.loads(pickle.dumps(metadata)) == metadata
     assert hash(metadata) == hash(pickle.loads(pickle.dumps(metadata)))

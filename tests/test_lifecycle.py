@@ -492,7 +492,7 @@ def test_a_child_that_was_forked_inside_a_lock_waits_for_none(glm53_checkpoint: 
             }
 
         def lock_of(part):
-            if hasattr(part, "acquire"):
+            if isinstance(part, threading.Condition):
                 return part
             (lock,) = [value for value in vars(part).values() if hasattr(value, "acquire")]
             return lock

@@ -1,7 +1,7 @@
-"""One flight a key: whoever asks for what is already under way gets what comes of that.
+"""Single-flight: one computation per key, whose result all concurrent callers of that key share.
 
-An `Ask` is what a caller holds, a flight the work that several of them may wait for. The work goes on while
-anyone is interested, whoever began it, and is cancelled when the last has gone.
+Each caller holds a waiter; a flight is the computation that its waiters share. It goes on while any of them
+is left, whichever caller started it, and is abandoned when the last one leaves.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Waits(Protocol):
-    """An ask: `begin` is called when its work runs, so that it can be cancelled no more."""
+    """A waiter: `mark_running` is called when its computation runs and can no longer be cancelled."""
 
-    def begin(self) -> None: ...  # noqa: D102
+    def mark_running(self) -> None: ...  # noqa: D102
 
 
 A = TypeVar("A", bound=Waits)
@@ -22,59 +22,59 @@ Abandon = Callable[[BaseException | None], object]
 
 
 class Flight(Generic[A]):
-    """The asks that wait for one piece of work. `abandon` is called when the last has gone, with its reason;
-    `tag` is for whoever lands it.
+    """One computation and its waiters. `abandon` is called with the reason when the last waiter leaves;
+    `tag` is for the code that closes the flight.
     """
 
     def __init__(self, first: A, abandon: Abandon) -> None:
         self.key = b""
         self.tag: Any = None
-        self._asks: list[A] | None = [first]
+        self._waiters: list[A] | None = [first]
         self._running = False
         self._abandon: Abandon | None = abandon
         self._lock = threading.Lock()
 
-    def join(self, *asks: A) -> bool:
+    def join(self, *waiters: A) -> bool:
         """Wait for it too; False if it has landed or was given up."""
         with self._lock:
-            if self._asks is None:
+            if self._waiters is None:
                 return False
-            self._asks += asks
+            self._waiters += waiters
             if self._running:
-                for ask in asks:
-                    ask.begin()
+                for waiter in waiters:
+                    waiter.mark_running()
             return True
 
-    def begin(self) -> None:
+    def mark_running(self) -> None:
         """The work runs."""
         with self._lock:
             self._running = True
-            for ask in self._asks or ():
-                ask.begin()
+            for waiter in self._waiters or ():
+                waiter.mark_running()
 
-    def leave(self, ask: A, why: BaseException | None = None) -> None:
+    def leave(self, waiter: A, why: BaseException | None = None) -> None:
         """Wait no more, because of `why`; None: it was cancelled."""
         abandon = None
         with self._lock:
-            if self._asks is None or not any(other is ask for other in self._asks):
+            if self._waiters is None or not any(other is waiter for other in self._waiters):
                 return
-            self._asks = [other for other in self._asks if other is not ask] or None
-            if self._asks is None:
+            self._waiters = [other for other in self._waiters if other is not waiter] or None
+            if self._waiters is None:
                 abandon, self._abandon = self._abandon, None
         if abandon is not None:
             abandon(why)
 
-    def asks(self) -> list[A]:
+    def waiters(self) -> list[A]:
         """Those who wait at this moment."""
         with self._lock:
-            return list(self._asks or ())
+            return list(self._waiters or ())
 
-    def land(self) -> list[A]:
+    def close(self) -> list[A]:
         """End it; returns those who waited. Nobody can join any more."""
         with self._lock:
-            asks, self._asks = self._asks, None
+            waiters, self._waiters = self._waiters, None
             self._abandon = None  # it belongs to the work, which knows the flight
-            return asks or []
+            return waiters or []
 
 
 class Flights(Generic[A]):
@@ -84,13 +84,13 @@ class Flights(Generic[A]):
         self._lock = threading.Lock()
         self._flights: dict[bytes, Flight[A]] = {}
 
-    def join(self, key: bytes, *asks: A) -> Flight[A] | None:
+    def join(self, key: bytes, *waiters: A) -> Flight[A] | None:
         """Join the flight under `key`, if there is one, and return it."""
         with self._lock:
             flight = self._flights.get(key)
-        return flight if flight is not None and flight.join(*asks) else None
+        return flight if flight is not None and flight.join(*waiters) else None
 
-    def take_off(self, key: bytes, flight: Flight[A]) -> bool:
+    def claim_key(self, key: bytes, flight: Flight[A]) -> bool:
         """Be the flight under `key`; False if there is another that can be joined. One that has landed or was
         given up meanwhile may be ended once more.
         """
@@ -102,12 +102,12 @@ class Flights(Generic[A]):
             self._flights[key] = flight
             return True
 
-    def end(self, flight: Flight[A]) -> list[A]:
+    def finish(self, flight: Flight[A]) -> list[A]:
         """Land a flight, and return those who waited for it."""
         with self._lock:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
-        return flight.land()
+        return flight.close()
 
     def __len__(self) -> int:
         """How many flights there are."""

@@ -29,7 +29,8 @@ from ..planner import MediaPlanner
 from ..runtime import identity
 from .files import FAULTS, Encoded, Input, check_target, encode_all, expand, replacing, write
 
-_WAITING = ("line", "queue", "wait")  # stages in which nothing is done for the image itself
+# Stages in which nothing is done for the image itself.
+_WAITING = ("admission_wait", "queue_wait", "replica_wait")
 
 try:
     import typer

@@ -40,7 +40,7 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
         if job.finished:  # its deadline passed in the line
             scheduler.enqueue(job)
             return
-        job.stage_done("line")
+        job.stage_done("admission_wait")
         job.move_to(JobState.OPENING)
         try:
             open_image(job)
@@ -53,7 +53,7 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
         if grant is not None and not job.finished:
             job.move_to(JobState.WAITING)
             _wait(scheduler.bytes, job, grant, until)
-        job.stage_done("line")
+        job.stage_done("admission_wait")
         scheduler.enqueue(job)
 
 
@@ -64,7 +64,7 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
 
     def queue(grant: Grant | None) -> None:
         if grant is None or grant.exception() is None:
-            job.stage_done("line")
+            job.stage_done("admission_wait")
             scheduler.enqueue(job)
 
     with _refusals(job):

@@ -14,7 +14,7 @@ from ..config import require_int
 from ..contract import ImageResult
 from ..errors import EncoderClosedError, MMEncoderError
 from ..media.source import is_image
-from .job import copy_error
+from .faults import copy_error
 
 
 class Call:

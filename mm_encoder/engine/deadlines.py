@@ -6,7 +6,7 @@ import threading
 import time
 
 from ..errors import DeadlineExceededError
-from .job import Promise
+from .promise import Promise
 
 
 class Deadlines:

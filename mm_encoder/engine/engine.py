@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 
 from ..contract import EncoderState, EncoderStats, Health, ImageResult, WorkerHealth
-from ..errors import EncoderClosedError, ForkedProcessError
+from ..errors import ForkedProcessError
 from .admission import OpenImage, admit, admit_async
 from .job import Job
+from .lifecycle import ThreadGroup
 from .preprocess import Prepare, Preprocessor
 from .replica import Replica, ReplicaSettings
 from .scheduler import Scheduler
-from .worker import Worker, is_owned_by, owned_thread, run_in_new_thread
+from .worker import Worker, is_owned_by, owned_thread
 
 logger = logging.getLogger("mm_encoder")
 
@@ -52,24 +50,9 @@ class Engine:
         self._preprocessors = [
             Preprocessor(index, self.scheduler, open_image, prepare) for index in range(workers)
         ]
-        self._threads = ThreadGroup()
+        self._threads = ThreadGroup(self.scheduler, on_stopped)
         self._pid = os.getpid()
-        leaving = threading.Event()
-
-        def ended() -> None:
-            on_stopped()
-            if not leaving.is_set():  # what is being called must not be taken away
-                atexit.unregister(at_exit)
-
-        def at_exit() -> None:
-            leaving.set()
-            end(drain=False)
-
-        end = self._end = partial(_end, self.scheduler, self._threads, self._pid, ended)
-        # Until all threads have ended, whoever has closed it: the interpreter must not go while one of them
-        # is in native code.
-        atexit.register(at_exit)
-        weakref.finalize(self, _abandon, self.scheduler, end, self._pid).atexit = False
+        weakref.finalize(self, self._threads.stop_from_gc).atexit = False
         try:
             deadlines = owned_thread(self.scheduler, self.scheduler.deadlines.run, "mm-encoder-deadlines")
             for thread in (deadlines, *(replica.thread for replica in self._replicas)):
@@ -140,7 +123,7 @@ class Engine:
         if os.getpid() != self._pid:  # in a forked child there is nothing to close
             return
         first = not self.scheduler.closed
-        self._end(drain=drain)
+        self._threads.stop(drain=drain)
         if first:
             stats = self.stats()
             logger.info(
@@ -155,82 +138,10 @@ class Engine:
 
     def _state(self, all_well: bool) -> EncoderState:
         if self.scheduler.closed:
-            alive = any(thread.is_alive() for thread in self._threads.all())
+            alive = any(thread.is_alive() for thread in self._threads.threads())
             return EncoderState.DRAINING if alive else EncoderState.CLOSED
         if not all(replica.loaded.done() for replica in self._replicas):
             return EncoderState.STARTING
         if not self.scheduler.replicas_left:
             return EncoderState.FAILED
         return EncoderState.READY if all_well else EncoderState.DEGRADED
-
-
-class ThreadGroup:
-    """The threads that were started, until no more may be."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._sealed = False
-
-    def start(self, thread: threading.Thread) -> None:
-        """Start `thread`. EncoderClosedError after `seal`, as when the interpreter exits while an encoder is
-        made in another thread.
-        """
-        with self._lock:
-            if self._sealed:
-                raise EncoderClosedError("the encoder was closed while it was being made")
-            thread.start()
-            self._threads.append(thread)
-
-    def start_joiner(self, thread: threading.Thread) -> None:
-        """Start the thread that waits for the others; whoever ends them too waits for it."""
-        with self._lock:
-            thread.start()
-            self._threads.append(thread)
-
-    def seal(self) -> None:
-        """Start no more."""
-        with self._lock:
-            self._sealed = True
-
-    def all(self) -> list[threading.Thread]:
-        """Those that were started."""
-        with self._lock:
-            return list(self._threads)
-
-
-def _end(
-    scheduler: Scheduler,
-    threads: ThreadGroup,
-    pid: int,
-    ended: Callable[[], None],
-    *,
-    drain: bool,
-) -> None:
-    if os.getpid() != pid:  # a forked child has neither the threads nor a lock it may wait for
-        return
-    threads.seal()
-    scheduler.close()
-    if not drain:
-        scheduler.cancel_waiting()
-
-    def finish() -> None:
-        for thread in threads.all():
-            if thread is not ending:
-                thread.join()
-        ended()
-
-    ending = None
-    if is_owned_by(scheduler):  # two callbacks that close would wait for each other
-        ending = owned_thread(scheduler, finish, "mm-encoder-end")
-        threads.start_joiner(ending)
-    else:
-        finish()
-
-
-def _abandon(scheduler: Scheduler, end: Callable[..., None], pid: int) -> None:
-    """End an engine that was dropped. Garbage collection may run in any thread at any point, inside the
-    scheduler's lock too, so the lock is taken in a thread of its own.
-    """
-    if not scheduler.closed and os.getpid() == pid:
-        run_in_new_thread(partial(end, drain=True))

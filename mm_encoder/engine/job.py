@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 from ..config import ImageOptions
 from ..contract import ImageResult, Patches, Plan
-from ..device import out_of_memory
-from ..errors import MMEncoderError, ReplicaError
+from ..errors import ReplicaError
 from ..media.source import ImageInput, Source
+from .faults import as_ours
+from .promise import Promise
 
 logger = logging.getLogger("mm_encoder")
-
-E = TypeVar("E", bound=BaseException)
 
 
 class JobState(StrEnum):
@@ -38,57 +35,6 @@ class JobState(StrEnum):
     """A replica has it; it can be cancelled no more."""
     DONE = "done"
     """Its future has its one outcome."""
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Promise:
-    """A future that gets one outcome: a result, an error, or its caller's cancelling it."""
-
-    future: Future[ImageResult] = field(default_factory=Future, kw_only=True)
-    deadline: float | None = field(default=None, kw_only=True)
-    """On time.monotonic()'s clock."""
-    on_done: Callable[[Any, BaseException | None], None] = field(default=lambda _, error: None, kw_only=True)
-    """Called with the promise and its error once it has its outcome, before anyone can see that; not when
-    it is cancelled.
-    """
-    _lock: threading.Lock = field(default_factory=threading.Lock, kw_only=True)
-    _begun: bool = field(default=False, kw_only=True)
-    """Whether the future left its pending state, which it can do once."""
-
-    def start(self) -> bool:
-        """Point of no return for cancellation; True for the one call that may give the outcome."""
-        with self._lock:
-            if self._begun:
-                return False
-            self._begun = True
-            # A caller may have meddled with the future, which is theirs, and must hurt nobody else.
-            if self.future.running() or (self.future.done() and not self.future.cancelled()):
-                return not self.future.done()
-            return self.future.set_running_or_notify_cancel()
-
-    def cancel(self) -> None:
-        """Cancel the future, if that is still possible, in a thread that must survive its callbacks."""
-        _resolve(lambda _: self.future.cancel(), None)
-
-    def notify_cancelled(self) -> None:
-        """Release those who wait for the cancelled future; `cancel` alone leaves them waiting."""
-        self.start()  # which, of a cancelled future, is all that it does
-
-    def succeed(self, result: ImageResult) -> None:
-        """Hand the result to the caller of what was started."""
-        self.on_done(self, None)
-        _resolve(self.future.set_result, result)
-
-    def fail(self, error: BaseException) -> None:
-        """Hand `error`, as one of the library's, to the caller of what was started."""
-        ours = strip_tracebacks(_as_ours(error))
-        self.on_done(self, ours)
-        _resolve(self.future.set_exception, ours)
-
-    def fail_if_pending(self, error: BaseException) -> None:
-        """Fail it unless it was started, or cancelled, before."""
-        if self.start():
-            self.fail(error)
 
 
 @dataclass(eq=False, slots=True)
@@ -167,61 +113,8 @@ class Job(Promise):
 
     def fail(self, error: BaseException) -> None:
         """As any promise; a fault of the engine is logged."""
-        error = _as_ours(error)
+        error = as_ours(error)
         if isinstance(error, ReplicaError):
             fields = {"mm_event": "job_failed", "mm_error": type(error).__name__, "mm_state": str(self.state)}
             logger.warning("an image failed while %s: %s", self.state, error, extra=fields)
         Promise.fail(self, error)  # super() does not work in a class with slots that is made anew
-
-
-class Joined(MMEncoderError):
-    """How a job ends whose image another job, or memory, already has the result of. No caller sees it."""
-
-
-def strip_tracebacks(error: E) -> E:
-    """`error`, from which no frame can be reached: a kept exception must not keep pictures, tensors or
-    weights alive, nor itself, through the frames that it went through.
-    """
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        link = waiting.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            link.__traceback__ = None
-            waiting += (link.__cause__, link.__context__)
-    return error
-
-
-def copy_error(error: E, message: str | None = None) -> E:
-    """A copy to be raised elsewhere, as an exception takes on the frames of whoever raises it."""
-    copy = type(error)(*error.args) if message is None else type(error)(message)
-    copy.__cause__ = error.__cause__
-    copy.__notes__ = list(getattr(error, "__notes__", ()))
-    return copy
-
-
-def _as_ours(error: BaseException) -> MMEncoderError:
-    if isinstance(error, MMEncoderError):
-        return error
-    full = out_of_memory(error, "this image; the encoder goes on with the next")
-    if full is not None:
-        return full
-    return replica_error("encoding failed", error)
-
-
-def replica_error(what: str, cause: BaseException) -> ReplicaError:
-    """An engine fault, chained to its cause, with what the cause's frames would tell as text."""
-    error = ReplicaError(f"{what}: {type(cause).__name__}: {cause}")
-    error.add_note("".join(traceback.format_tb(cause.__traceback__)).rstrip())
-    error.__cause__ = strip_tracebacks(cause)
-    return error
-
-
-def _resolve(setter: Callable[[Any], object], value: Any) -> None:
-    try:
-        setter(value)
-    except BaseException:
-        # From a done-callback, where only plain Exceptions are caught: sys.exit() in it must not end
-        # the engine's thread.
-        logger.exception("a callback on a result failed")

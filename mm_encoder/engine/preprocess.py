@@ -55,7 +55,7 @@ class Preprocessor(Worker):
     def _work(self) -> None:
         while (job := self._scheduler.next_to_prepare(self)) is not None:
             grant = instead = None
-            job.stage_done("queue")
+            job.stage_done("queue_wait")
             try:
                 with _CPUS:
                     grant, instead = self._prepare_one(job)

@@ -12,7 +12,8 @@ import torch
 from ..contract import ImageMetadata, ImageResult
 from ..device import Lane, open_lane, out_of_memory
 from ..errors import ReplicaError
-from .job import Job, strip_tracebacks
+from .faults import strip_tracebacks
+from .job import Job
 from .scheduler import Scheduler
 from .worker import Worker
 
@@ -66,7 +67,7 @@ class Replica(Worker):
                 self.loaded.set_exception(strip_tracebacks(ours))
 
     def _run_job(self, lane: Lane, tower: TowerFunction, job: Job) -> None:
-        job.stage_done("wait")
+        job.stage_done("replica_wait")
         try:
             result = self._encode(lane, tower, job)
         except BaseException as error:

@@ -21,7 +21,8 @@ from ..contract import ImageResult
 from ..errors import EncoderClosedError, MMEncoderError
 from .budget import Budget, Grant
 from .deadlines import Deadlines
-from .job import Job, JobState, copy_error, replica_error
+from .faults import copy_error, replica_error
+from .job import Job, JobState
 from .tally import Tally
 from .worker import Worker
 

@@ -14,7 +14,8 @@ from ..errors import (
     MediaError,
     PlanMismatchError,
 )
-from .job import Job, Joined
+from .faults import Joined
+from .job import Job
 
 _RECENT = 1024
 _OUTCOMES: dict[type[BaseException], str] = {

@@ -15,15 +15,15 @@ class Waiting:
     def __init__(self) -> None:
         self.begun = 0
 
-    def begin(self) -> None:
+    def mark_running(self) -> None:
         self.begun += 1
 
 
-def flight(*asks: Waiting) -> tuple[Flight[Waiting], list[str]]:
+def flight(*waiters: Waiting) -> tuple[Flight[Waiting], list[str]]:
     cancelled: list[str] = []
-    made = Flight(asks[0], lambda why: cancelled.append(str(why)))
-    for ask in asks[1:]:
-        assert made.join(ask)
+    made = Flight(waiters[0], lambda why: cancelled.append(str(why)))
+    for waiter in waiters[1:]:
+        assert made.join(waiter)
     return made, cancelled
 
 
@@ -36,7 +36,7 @@ def test_work_is_cancelled_when_the_last_has_gone() -> None:
     made.leave(second)
     assert cancelled == ["None"]
     assert not made.join(Waiting())
-    assert made.land() == []
+    assert made.close() == []
 
 
 def test_the_work_is_told_why_the_last_has_gone() -> None:
@@ -51,7 +51,7 @@ def test_landing_gives_those_who_are_left() -> None:
     first, second = Waiting(), Waiting()
     made, cancelled = flight(first, second)
     made.leave(first)
-    assert made.land() == [second]
+    assert made.close() == [second]
     made.leave(second)
     assert cancelled == []
     assert not made.join(first)
@@ -60,7 +60,7 @@ def test_landing_gives_those_who_are_left() -> None:
 def test_who_joins_work_that_runs_is_told_so() -> None:
     first, late = Waiting(), Waiting()
     made, _ = flight(first)
-    made.begin()
+    made.mark_running()
     made.join(late)
     assert (first.begun, late.begun) == (1, 1)
 
@@ -70,11 +70,11 @@ def test_one_flight_a_key() -> None:
     first, second, third = Waiting(), Waiting(), Waiting()
     made, other = flight(first)[0], flight(second)[0]
     assert flights.join(b"key", third) is None
-    assert flights.take_off(b"key", made)
-    assert not flights.take_off(b"key", other)
-    assert flights.take_off(b"another", other)
+    assert flights.claim_key(b"key", made)
+    assert not flights.claim_key(b"key", other)
+    assert flights.claim_key(b"another", other)
     assert flights.join(b"key", third) is made
-    assert flights.end(made) == [first, third]
+    assert flights.finish(made) == [first, third]
     assert flights.join(b"key", third) is None
     assert len(flights) == 1
 
@@ -83,12 +83,12 @@ def test_a_flight_that_was_given_up_is_replaced_and_does_not_end_its_successor()
     flights: Flights[Waiting] = Flights()
     first, second = Waiting(), Waiting()
     given_up, fresh = flight(first)[0], flight(second)[0]
-    flights.take_off(b"key", given_up)
+    flights.claim_key(b"key", given_up)
     given_up.leave(first)
     assert flights.join(b"key", Waiting()) is None
-    assert flights.take_off(b"key", fresh)
-    assert flights.end(given_up) == []
-    assert flights.end(fresh) == [second]
+    assert flights.claim_key(b"key", fresh)
+    assert flights.finish(given_up) == []
+    assert flights.finish(fresh) == [second]
     assert len(flights) == 0
 
 
@@ -96,27 +96,27 @@ def test_whoever_joins_is_given_the_result_or_told_that_it_is_too_late() -> None
     for _ in range(300):
         flights: Flights[Waiting] = Flights()
         made = flight(Waiting())[0]
-        flights.take_off(b"key", made)
-        asks = [Waiting() for _ in range(4)]
+        flights.claim_key(b"key", made)
+        waiters = [Waiting() for _ in range(4)]
         barrier = threading.Barrier(5)
         joined: list[Waiting] = []
         landed: list[Waiting] = []
 
         def join(
-            ask: Waiting,
+            waiter: Waiting,
             flights: Flights[Waiting] = flights,
             barrier: threading.Barrier = barrier,
             joined: list[Waiting] = joined,
         ) -> None:
             barrier.wait()
-            if flights.join(b"key", ask):
-                joined.append(ask)
+            if flights.join(b"key", waiter):
+                joined.append(waiter)
 
-        threads = [threading.Thread(target=join, args=(ask,)) for ask in asks]
+        threads = [threading.Thread(target=join, args=(waiter,)) for waiter in waiters]
         for thread in threads:
             thread.start()
         barrier.wait()
-        landed += flights.end(made)
+        landed += flights.finish(made)
         for thread in threads:
             thread.join()
         assert set(map(id, joined)) == set(map(id, landed[1:]))

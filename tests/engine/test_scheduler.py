@@ -378,12 +378,12 @@ def test_endless_timeouts_and_deadlines_wait(far: float) -> None:
     deadlines.join(5)
 
 
-@pytest.mark.parametrize("stage", ["line", "bytes", "queued", "preparing", "ready"])
+@pytest.mark.parametrize("stage", ["waiting", "bytes", "queued", "preparing", "ready"])
 def test_what_is_late_is_dropped_wherever_it_waits(stage: str) -> None:
-    scheduler = Scheduler(1 if stage == "line" else 9, 100, replicas=1)
+    scheduler = Scheduler(1 if stage == "waiting" else 9, 100, replicas=1)
     deadlines = started(scheduler.deadlines.run)
     worker = None
-    if stage in ("line", "bytes"):
+    if stage in ("waiting", "bytes"):
         enter(scheduler, job(90))
     late = job(90, deadline=time.monotonic() + 0.1)
     caller = started(lambda: enter(scheduler, late))
@@ -398,7 +398,7 @@ def test_what_is_late_is_dropped_wherever_it_waits(stage: str) -> None:
     if worker and stage == "preparing":
         assert held(scheduler) == (1, 90)
         scheduler.finish_preparing(worker)
-    others = stage in ("line", "bytes")
+    others = stage in ("waiting", "bytes")
     assert held(scheduler) == (others, 90 * others)
     stats = scheduler.tally.snapshot()
     assert (stats.late, stats.in_flight) == (1, others)
@@ -470,9 +470,9 @@ def test_what_is_late_while_opened_does_not_wait_for_its_bytes() -> None:
     assert late.source is None
 
 
-@pytest.mark.parametrize("at", ["line", "opening", "bytes"])
+@pytest.mark.parametrize("at", ["waiting", "opening", "bytes"])
 def test_an_interrupted_caller_leaves_nothing_behind(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(1 if at == "line" else 9, 100, replicas=1)
+    scheduler = Scheduler(1 if at == "waiting" else 9, 100, replicas=1)
     first = enter(scheduler, job(90))
 
     def interrupted(*_: Any) -> None:

@@ -6,9 +6,7 @@ import threading
 
 import pytest
 
-from mm_encoder.engine.engine import ThreadGroup
 from mm_encoder.engine.worker import is_owned_by, owned_thread
-from mm_encoder.errors import EncoderClosedError
 
 
 @pytest.mark.threads
@@ -31,19 +29,3 @@ def test_a_thread_with_a_dead_ones_number_belongs_to_nobody() -> None:
         if told[-1][0] == number:
             break
     assert told[-1] == (number, False)
-
-
-def test_no_thread_starts_after_the_last() -> None:
-    started, done = ThreadGroup(), threading.Event()
-    started.start(threading.Thread(target=done.wait))
-    started.seal()
-    late = threading.Thread(target=done.wait)
-    with pytest.raises(EncoderClosedError, match="while it was being made"):
-        started.start(late)
-    ending = threading.Thread(target=done.wait)
-    started.start_joiner(ending)  # whoever ends them too waits for the one that does
-    assert len(started.all()) == 2
-    done.set()
-    for thread in started.all():
-        thread.join()
-    assert late.ident is None

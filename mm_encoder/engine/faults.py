@@ -1,0 +1,56 @@
+"""Errors that outlive the frames they were raised in: translated, copied, and free of tracebacks."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TypeVar
+
+from ..device import out_of_memory
+from ..errors import MMEncoderError, ReplicaError
+
+E = TypeVar("E", bound=BaseException)
+
+
+class Joined(MMEncoderError):
+    """How a job ends whose image another job, or memory, already has the result of. No caller sees it."""
+
+
+def strip_tracebacks(error: E) -> E:
+    """`error`, from which no frame can be reached: a kept exception must not keep pictures, tensors or
+    weights alive, nor itself, through the frames that it went through.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            waiting += (link.__cause__, link.__context__)
+    return error
+
+
+def copy_error(error: E, message: str | None = None) -> E:
+    """A copy to be raised elsewhere, as an exception takes on the frames of whoever raises it."""
+    copy = type(error)(*error.args) if message is None else type(error)(message)
+    copy.__cause__ = error.__cause__
+    copy.__notes__ = list(getattr(error, "__notes__", ()))
+    return copy
+
+
+def as_ours(error: BaseException) -> MMEncoderError:
+    """Return `error` as one of the library's: out of memory, or else a fault of the engine."""
+    if isinstance(error, MMEncoderError):
+        return error
+    full = out_of_memory(error, "this image; the encoder goes on with the next")
+    if full is not None:
+        return full
+    return replica_error("encoding failed", error)
+
+
+def replica_error(what: str, cause: BaseException) -> ReplicaError:
+    """An engine fault, chained to its cause, with what the cause's frames would tell as text."""
+    error = ReplicaError(f"{what}: {type(cause).__name__}: {cause}")
+    error.add_note("".join(traceback.format_tb(cause.__traceback__)).rstrip())
+    error.__cause__ = strip_tracebacks(cause)
+    return error

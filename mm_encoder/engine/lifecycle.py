@@ -1,0 +1,93 @@
+"""How the threads of one engine start and stop: by `close`, by garbage collection, at interpreter exit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from ..errors import EncoderClosedError
+from .scheduler import Scheduler
+from .worker import is_owned_by, owned_thread, run_in_new_thread
+
+
+class ThreadGroup:
+    """The threads that work for one scheduler, until it is stopped and all of them have ended.
+
+    Holds the scheduler and not the engine, so that an engine which nobody refers to can be collected.
+    `on_stopped` is called whenever all threads have ended; it may be called more than once.
+    """
+
+    def __init__(self, scheduler: Scheduler, on_stopped: Callable[[], None]) -> None:
+        self._scheduler, self._on_stopped = scheduler, on_stopped
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._sealed = self._exiting = False
+        # Registered until all threads have ended, whichever way the group is stopped: the interpreter must
+        # not go while one of them is in native code.
+        atexit.register(self._at_exit)
+
+    def start(self, thread: threading.Thread) -> None:
+        """Start `thread`. Raises EncoderClosedError once the group is being stopped, as when the interpreter
+        exits while another thread constructs an encoder.
+        """
+        with self._lock:
+            if self._sealed:
+                raise EncoderClosedError("the encoder was closed while it was being made")
+            thread.start()
+            self._threads.append(thread)
+
+    def threads(self) -> list[threading.Thread]:
+        """Return the threads started so far."""
+        with self._lock:
+            return list(self._threads)
+
+    def stop(self, *, drain: bool) -> None:
+        """Stop admission, finish (`drain`) or cancel what waits, and join every thread.
+
+        In one of the group's own threads, as from a future's callback, a new thread does the joining.
+        """
+        if os.getpid() != self._pid:  # a forked child has neither the threads nor a lock it may wait for
+            return
+        self.seal()
+        self._scheduler.close()
+        if not drain:
+            self._scheduler.cancel_waiting()
+        if not is_owned_by(self._scheduler):
+            self._join(None)
+            return
+        joiner = owned_thread(self._scheduler, lambda: self._join(joiner), "mm-encoder-end")
+        self.start_joiner(joiner)
+
+    def stop_from_gc(self) -> None:
+        """Stop in a new thread: the collector may run in any thread at any point, even one that holds the
+        scheduler's lock.
+        """
+        if not self._scheduler.closed and os.getpid() == self._pid:
+            run_in_new_thread(partial(self.stop, drain=True))
+
+    def seal(self) -> None:
+        """Start no more threads."""
+        with self._lock:
+            self._sealed = True
+
+    def start_joiner(self, joiner: threading.Thread) -> None:
+        """Start the thread that joins the others; anyone else who stops the group joins it as well."""
+        with self._lock:
+            joiner.start()
+            self._threads.append(joiner)
+
+    def _join(self, joiner: threading.Thread | None) -> None:
+        for thread in self.threads():
+            if thread is not joiner:
+                thread.join()
+        self._on_stopped()
+        if not self._exiting:  # a callback that is running must not be taken away
+            atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        self._exiting = True
+        self.stop(drain=False)
