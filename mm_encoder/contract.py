@@ -135,7 +135,7 @@ class ImageResult(NamedTuple):
 
 
 class EncoderState(StrEnum):
-    """Where an encoder is in its life; docs/engine.md draws how it gets from one to another."""
+    """Where an encoder is in its life; docs/architecture.md draws how it gets from one to another."""
 
     STARTING = "starting"
     """Replicas are loading."""
