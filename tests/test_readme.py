@@ -1,4 +1,4 @@
-"""README's first Python block runs as written, after the demo; the serving block of integration.md runs too."""
+"""The first Python block of README.md runs as written, after the demo; so does that of integration.md."""
 
 from __future__ import annotations
 
