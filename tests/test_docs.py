@@ -310,6 +310,13 @@ def test_the_functions_on_an_images_way_are_those_of_the_code() -> None:
     assert {name for row in rows for name in codes(row[1])} <= defined()
 
 
+def test_every_thread_is_listed() -> None:
+    pattern = r"(?:name=|[Tt]hread.*|__init__\()f?\"mm-encoder-([a-z-]+?)-?[{\"]"
+    started = {name for path in SOURCES for name in re.findall(pattern, path.read_text(encoding="utf-8"))}
+    listed = {re.sub(r"[-_]N$", "", name) for name in names_in(page("architecture.md"), "Threads")}
+    assert listed == {f"mm-encoder-{name}" for name in started}
+
+
 # --- commands, files, links --------------------------------------------------------------------------
 
 
@@ -422,7 +429,7 @@ def test_python_blocks_run(
     if name == "quickstart.md":
         assert "refused: " in printed
     if name == "cache.md":
-        assert printed == "['miss', 'memory']\n"
+        assert printed == "['miss', 'memory']\n1 tower run for 64 callers\n"
     if name == "integration.md":
         assert names["ready"]
         assert names["alive"]
