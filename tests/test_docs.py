@@ -433,6 +433,7 @@ def test_python_blocks_run(
     if name == "integration.md":
         assert names["ready"]
         assert names["alive"]
+        assert names["status"] == 200
         assert len(names["later"].result().tensor) == names["rows"]
     if name == "observability.md":
         record = logging.makeLogRecord({"mm_event": "ready"})
