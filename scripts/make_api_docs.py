@@ -29,7 +29,7 @@ HEAD = """<!-- Made by scripts/make_api_docs.py from the docstrings. Edit those,
 
 Every public name of `mm_encoder`, with its docstring. Tables of settings with their defaults are in
 [configuration.md](configuration.md), errors with their remedies in [troubleshooting.md](troubleshooting.md),
-words in [glossary.md](glossary.md).
+words in [glossary.md](glossary.md). `ImageInput` is anything that [an image may be](quickstart.md#what-an-image-may-be).
 """
 
 
@@ -44,7 +44,9 @@ def document() -> str:
     parts.append(text_of(inspect.getdoc(sys.modules["mm_encoder.errors"]) or "") + "\n")
     for error in errors():
         bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__)
-        parts.append(f"### {error.__name__}\n\nA {bases}. {text_of(inspect.getdoc(error) or '')}\n")
+        parts.append(
+            f"### {error.__name__}\n\nDerives from {bases}. {text_of(inspect.getdoc(error) or '')}\n"
+        )
     return "\n".join(parts)
 
 
