@@ -37,6 +37,7 @@ from mm_encoder import (
     ReplicaError,
 )
 from mm_encoder.cache.memory import live_cpu_bytes_process
+from mm_encoder.coalescer import Coalescer, LookUp
 from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.source import Source
 
@@ -121,7 +122,7 @@ def nothing_left(encoder: Encoder) -> None:
     until(lambda: all(worker.busy_s is None for worker in encoder.health().preprocessing))
     health = encoder.health()
     assert (health.queue_length, health.queue_bytes, health.waiting) == (0, 0, 0)
-    assert encoder._coalescer is not None
+    assert isinstance(encoder._coalescer, Coalescer)
     assert len(encoder._coalescer._flights) == 0
 
 
@@ -443,7 +444,7 @@ def test_a_bug_while_results_are_handed_out_leaves_nobody_waiting(
 ) -> None:
     encoder = make(queue_depth=8, preprocess_workers=1)
     coalescer = encoder._coalescer
-    assert coalescer is not None
+    assert isinstance(coalescer, Coalescer)
 
     def broken(*_: Any) -> Any:
         raise MemoryError("no room")
@@ -468,7 +469,7 @@ def test_a_bug_while_results_are_handed_out_leaves_nobody_waiting(
     assert where != "share" or isinstance(outcomes[0], ReplicaError)
     assert encoder.submit(png()).result(timeout=30)
     nothing_left(encoder)
-    assert where != "keep" or (encoder.cache_stats().errors == 1 and "a result was not kept" in caplog.text)
+    assert where != "keep" or (encoder.cache_stats().errors == 1 and "a result was not stored" in caplog.text)
 
 
 def test_callbacks_of_what_was_found_late_hold_no_cpu(
@@ -483,10 +484,10 @@ def test_callbacks_of_what_was_found_late_hold_no_cpu(
     work.wait()
     first = encoder.submit(png())
     until(lambda: encoder.cache_stats().misses == 2)
-    assert encoder._coalescer is not None
+    assert isinstance(encoder._coalescer, Coalescer)
     find = encoder._coalescer.find
     # As if both had been looked up before either was known.
-    monkeypatch.setattr(encoder._coalescer, "find", lambda *_: False)
+    monkeypatch.setattr(encoder._coalescer, "find", lambda *_: LookUp.MISS)
     second = encoder.submit(png())
     monkeypatch.setattr(encoder._coalescer, "find", find)
     answers: list[ImageResult] = []
