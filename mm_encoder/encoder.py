@@ -1,4 +1,4 @@
-"""The encoder: images in, embedding rows out. The main path, from top to bottom."""
+"""The encoder: images in, embedding rows out. docs/architecture.md follows one image all the way."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("mm_encoder")
 
 
 class Encoder:
-    """N replicas of one checkpoint's vision tower on one device, fed from one bounded queue.
+    """N replicas of one checkpoint's vision tower on one device, fed from one bounded queue. Thread-safe.
 
     checkpoint: directory with config.json, processor file and safetensors.
     model: name for metadata and identity; by default the config's or the directory's.
@@ -47,18 +47,18 @@ class Encoder:
     replicas_per_gpu: 1 to 32, each with its own thread, stream and copy of the weights.
     dtype: of tower and results; bfloat16 on CUDA, float32 on the CPU.
     share_weights: one read-only copy of the weights for all replicas.
-    handoff: "host": a result is complete when it is handed over; "stream": at once, and the stream that
-        was current where the image was submitted waits for it instead of the host. No difference on a CPU.
-    queue_depth: jobs admitted and not yet running; 2 a replica.
-    queue_bytes: bytes of source and pixels those may hold.
-    preprocess_workers: threads that decode and cut images; min(4, usable CPUs). All encoders of a process
-        together prepare no more images at a time than it may use CPUs.
-    limits: what one image may weigh.
-    wedged_after: seconds at one image after which `health` calls a thread wedged.
+    handoff: "host": a result is complete when its future is; "stream": the CUDA stream that was current at
+        submission waits for it instead of the host. No difference on a CPU.
+    queue_depth: jobs admitted and not yet running; by default 2 per replica.
+    queue_bytes: bytes of source and pixels that those jobs may hold.
+    preprocess_workers: threads that decode and preprocess; by default min(4, usable CPUs). All encoders of a
+        process together prepare no more images at a time than it may use CPUs.
+    limits: bytes and pixels of one image, see MediaLimits.
+    wedged_after: seconds at one image after which `health` reports a thread as wedged.
 
-    Construction loads every replica. It raises TypeError or ValueError for an impossible argument,
-    CheckpointError for an unsuitable checkpoint, and otherwise what the first failing replica raised,
-    after stopping the others. Threads may share an encoder.
+    Construction loads every replica. Raises TypeError or ValueError for an impossible argument,
+    CheckpointError for an unsuitable checkpoint, and otherwise the error of the first replica that failed,
+    after stopping the others.
     """
 
     def __init__(
@@ -118,11 +118,10 @@ class Encoder:
     ) -> list[ImageResult]:
         """Encode one image, or an iterable of them, into (rows, metadata) pairs in input order.
 
-        Images of one call are preprocessed side by side and may run on different replicas.
-        `expected_tokens` holds one positive int an image; a count that differs from the plan's raises
-        PlanMismatchError before the tower runs. `timeout` and `deadline` count for each image, as in
-        `submit`. If an image is at fault its error is raised, with its index in the message, once nothing
-        of the call is running any more.
+        Images of one call are preprocessed in parallel and may run on different replicas. `expected_tokens`
+        holds one positive int per image; a count that differs from the plan's raises PlanMismatchError before
+        the tower runs. `timeout` and `deadline` hold for each image, as in `submit`. If an image fails its
+        error is raised, with its index in the message, once nothing of the call runs any more.
         """
         self._engine.require_usable()
         call = Call(images, expected_tokens, self._engine.scheduler)
@@ -149,8 +148,8 @@ class Encoder:
         """`generate` for an event loop, which is never blocked; no thread waits for the call.
 
         The images are opened in preprocessing threads: they must not be changed before this returns.
-        `timeout` is for a slot in the queue; where only the bytes of an opened image do not fit yet, it waits
-        without it. When the task is cancelled, so is what no replica has taken yet.
+        `timeout` bounds the wait for a slot, not that for the bytes of an opened image. Cancelling the task
+        cancels the images that no replica has taken yet.
         """
         self._engine.require_usable()
         call = Call(images, expected_tokens, self._engine.scheduler)
@@ -165,7 +164,7 @@ class Encoder:
         except Exception:
             await call.settle_async()
             raise
-        except GeneratorExit:  # by garbage collection, maybe inside a lock that cancelling takes
+        except GeneratorExit:  # from the garbage collector, maybe inside a lock that cancelling takes
             call.cancel_elsewhere()
             raise
         except BaseException:
@@ -183,16 +182,15 @@ class Encoder:
         timeout: float | None = None,
         deadline: float | None = None,
     ) -> Future[ImageResult]:
-        """Queue one image; waits for room when the queue is full, at most `timeout` seconds (0: not at all).
+        """Queue one image; waits at most `timeout` seconds (0: not at all) while the queue is full.
 
-        `deadline` is a moment on time.monotonic()'s clock: an image that no replica has taken by then is
-        dropped, and its future raises DeadlineExceededError; one that is running finishes.
-        The image is copied and its header read before this returns: it may be changed afterwards, and
-        what can be seen to be wrong with it is in the future at once. Cancelling a
-        queued job frees its slot; a running one finishes. Callbacks on the future run in the engine's
-        threads: they should be brief, and calling the encoder from them raises RuntimeError, since waiting
-        there would be waiting for themselves. Raises EncoderBusyError, EncoderClosedError,
-        ForkedProcessError, and ReplicaError when no replica is left.
+        `deadline` is a moment on time.monotonic()'s clock: if no replica has taken the image by then, its
+        future raises DeadlineExceededError; a running one finishes. The image is copied and its header read
+        before this returns: it may be changed afterwards, and an invalid header is in the future at once.
+        Cancelling a queued image frees its slot; a running one finishes. Callbacks of the future run in the
+        engine's threads: they should be brief, and the encoder raises RuntimeError when called from them, as
+        it would deadlock. Raises EncoderBusyError, EncoderClosedError, ForkedProcessError, and ReplicaError
+        when no replica is left.
         """
         self._engine.require_usable()
         if expected_tokens is not None:
@@ -212,43 +210,43 @@ class Encoder:
         return _named((await self.generate_async(data))[0])
 
     def health(self) -> Health:
-        """State, threads, queue and last fault at this moment; answers after `close` and in callbacks too."""
+        """Report state, threads, queue and last failure; also after `close` and in callbacks."""
         self._engine.require_own_process()
         return self._engine.health()
 
     def stats(self) -> EncoderStats:
-        """Counts since construction, and percentiles of recent times by stage. Answers as `health` does."""
+        """Return counts since construction, and percentiles of recent times by stage; at any time."""
         self._engine.require_own_process()
         return self._engine.stats()
 
     def cache_stats(self) -> CacheStats:
-        """The cache's counts, all zero without one. Answers as `health` does."""
+        """Return the cache's counts, all zero without one; at any time."""
         self._engine.require_own_process()
         return self._coalescer.stats()
 
     def bump_weights(self) -> None:
-        """Have the cache serve no result that it has now, for callers who change weights in place. Call it
-        before the change begins, so that nothing made during it is kept for good, and again once it is done.
+        """Invalidate all cached results, for callers who change weights in place. Call it before the change,
+        so that nothing made meanwhile is kept, and again after it.
         """
         self._engine.require_usable()
         self._coalescer.bump_weights()
 
     def close(self) -> None:
-        """Stop admission, finish what was accepted, join every thread. Results live on; twice is fine.
+        """Stop admission, finish accepted images, join every thread. Idempotent; results stay valid.
 
-        From a result's callback it stops admission and returns; the threads end by themselves.
+        In a future's callback it stops admission and returns; the threads end by themselves.
         """
         self._engine.close(drain=True)
 
     async def close_async(self) -> None:
-        """`close` for an event loop, which goes on meanwhile. Cancelling the waiting does not stop it."""
+        """`close` for an event loop, which is not blocked. Cancelling this does not stop the closing."""
         await self._engine.close_async(drain=True)
 
     def __enter__(self) -> Encoder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an exception nobody is left to read the results.
+        # After an exception nobody reads the results: what waits is cancelled.
         self._engine.close(drain=kind is None)
 
     async def __aenter__(self) -> Encoder:
