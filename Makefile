@@ -1,5 +1,5 @@
 # Each target sets up what it needs in .venv first, once.
-.PHONY: demo test check bench smoke soak stress fuzz wheel
+.PHONY: demo test check bench smoke soak stress fuzz wheel docs
 
 demo: .venv/ready-demo  ## encode real photographs and draw their embeddings
 	.venv/bin/mm-encoder demo
@@ -14,6 +14,9 @@ check: .venv/ready-dev
 
 smoke: .venv/ready-dev  ## check the installed package as an engine image would; ARGS="--checkpoint DIR --device cuda"
 	.venv/bin/python -I -m pytest smoke $(ARGS)
+
+docs: .venv/ready-dev  ## write docs/api.md from the docstrings
+	.venv/bin/python scripts/make_api_docs.py
 
 wheel: .venv/ready-dev  ## build dist/*.whl, and run smoke/ on it in an environment of its own
 	scripts/wheel

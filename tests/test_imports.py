@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mm_encoder"
 
-# Each group may import from itself and from the groups before it, as DESIGN has it.
+# Each group may import from itself and from the groups before it; see "Layers" in CONTRIBUTING.md.
 LAYERS = [
     {"errors"},
     {"contract", "_manifest"},
@@ -27,7 +28,7 @@ LAYERS = [
     {"cli"},
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-# Arrows that the ranks allow and the design does not.
+# Arrows that the ranks allow and CONTRIBUTING.md does not.
 FORBIDDEN = {("media", "device"), ("device", "media"), ("planner", "encoder"), ("encoder", "planner")}
 FORBIDDEN |= {("engine", "families"), ("families", "device"), ("cache", "families"), ("cache", "engine")}
 
@@ -84,6 +85,16 @@ def test_an_upward_import_is_seen(tmp_path: Path, place: str, line: str) -> None
     target.parent.mkdir(exist_ok=True)
     target.write_text(line)
     assert upward(tmp_path) != []
+
+
+def test_the_contributors_guide_has_the_same_layers() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").split("\n## Layers\n")[1]
+    lines, arrows = text.split("```text\n")[1].split("```")
+    assert [set(line.split(", ")) for line in lines.splitlines()] == LAYERS
+    found = set()
+    for left, arrow, right in re.findall(r"(\w+)\s(→|↔)\s(\w+)", arrows.split("\n\n")[1]):
+        found |= {(left, right)} | ({(right, left)} if arrow == "↔" else set())
+    assert found == FORBIDDEN
 
 
 def test_every_part_has_its_layer() -> None:

@@ -21,7 +21,7 @@ logger = logging.getLogger("mm_encoder")
 
 
 class JobState(StrEnum):
-    """Where a job is; docs/engine.md draws how it gets from one to another."""
+    """Where a job is; docs/architecture.md draws how it gets from one to another."""
 
     WAITING = "waiting"
     """For a slot; once opened, for its bytes."""

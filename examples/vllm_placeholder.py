@@ -1,0 +1,72 @@
+"""Expand the image placeholders of a prompt, as vLLM and other engines do, and encode to match.
+
+    python examples/vllm_placeholder.py CHECKPOINT [--token ID] [--device cpu]
+
+An engine must know how many tokens an image takes before it schedules the prompt. The planner tells from the
+header; the encoder then gets the same number as `expected_tokens` and raises PlanMismatchError before the
+tower runs if the image does not make that many rows. vLLM itself is not needed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from mm_encoder import Encoder, MediaPlan, MediaPlanner
+
+
+def expand(prompt: Sequence[int], placeholder: int, plans: Sequence[MediaPlan]) -> list[int]:
+    """Repeat each placeholder token once for every row of its image. Raises ValueError if their counts
+    differ.
+    """
+    if prompt.count(placeholder) != len(plans):
+        raise ValueError(f"{prompt.count(placeholder)} placeholders for {len(plans)} images")
+    remaining = iter(plans)
+    expanded: list[int] = []
+    for token in prompt:
+        expanded += [token] * (next(remaining).length if token == placeholder else 1)
+    return expanded
+
+
+def png(width: int, height: int) -> bytes:
+    """An image as a request would carry it."""
+    buffer = io.BytesIO()
+    Image.radial_gradient("L").resize((width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def main() -> None:
+    """Plan two images, expand a prompt for them, encode them, and show where the rows go."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--token", type=int, help="default: image_token_id of config.json")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    config = json.loads((arguments.checkpoint / "config.json").read_text(encoding="utf-8"))
+    placeholder = config["image_token_id"] if arguments.token is None else arguments.token
+
+    images = [png(640, 480), png(64, 64)]
+    prompt = [1, 2, placeholder, 3, placeholder, 4]
+
+    # In the front end: no weights, no device.
+    planner = MediaPlanner(arguments.checkpoint)
+    plans = [planner.plan(image) for image in images]
+    tokens = expand(prompt, placeholder, plans)
+    print(f"{len(prompt)} tokens became {len(tokens)}")
+
+    # In the process with the GPU: every row replaces the embedding of one placeholder token, in order.
+    with Encoder(arguments.checkpoint, device=arguments.device) as encoder:
+        results = encoder.generate(images, expected_tokens=[plan.length for plan in plans])
+    positions = iter([position for position, token in enumerate(tokens) if token == placeholder])
+    for rows, _ in results:
+        taken = [next(positions) for _ in rows]
+        print(f"{len(rows)} rows go to positions {taken[0]} to {taken[-1]}")
+
+
+if __name__ == "__main__":
+    main()
