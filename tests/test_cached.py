@@ -40,7 +40,7 @@ from mm_encoder.cache.memory import live_cpu_bytes_process
 from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.source import Source
 
-from .helpers import until
+from .helpers.waiting import until
 
 pytestmark = pytest.mark.threads
 

@@ -31,7 +31,7 @@ from mm_encoder.device import CudaLane, CudaTransfers, open_lane
 from mm_encoder.families.glm53 import GlmTower
 
 from .conftest import GOLDEN
-from .helpers import until
+from .helpers.waiting import until
 from .test_device import (
     CONTROLS,
     DOWNLOAD_CONTROLS,

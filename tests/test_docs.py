@@ -17,7 +17,7 @@ from mm_encoder.engine.worker import Worker
 from mm_encoder.errors import DeadlineExceededError
 
 from .engine.test_scheduler import enter, job, opened, run_one, started, take
-from .helpers import until
+from .helpers.waiting import until
 
 Steps = set[tuple[str, str]]
 

@@ -21,7 +21,8 @@ import torch
 
 from mm_encoder import Encoder, ImageResult, MediaError
 
-from .helpers import noise, saved, until
+from .helpers.images import noise, saved
+from .helpers.waiting import until
 
 IMAGES, CALLERS, REPLICAS = 2000, 16, 4
 

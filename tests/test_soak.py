@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .helpers import ABUSE, noise, saved
+from .helpers.abuse import ABUSE
+from .helpers.images import noise, saved
 
 SCALE = 10 if os.environ.get("SOAK") else 1
 KIB_AN_IMAGE = 1.0

@@ -26,7 +26,7 @@ from mm_encoder.errors import (
     ReplicaError,
 )
 
-from ..helpers import until
+from ..helpers.waiting import until
 
 pytestmark = pytest.mark.threads
 

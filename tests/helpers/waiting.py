@@ -1,0 +1,30 @@
+"""Waiting for other threads, with a limit that only ends a test that hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from mm_encoder import Encoder
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition that another thread brings about is true."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "the condition was still false after 30 s"
+        time.sleep(0.001)
+
+
+def in_flight(encoder: Encoder) -> tuple[int, int, int, int]:
+    """Return the images with no outcome yet, waiting callers, slots in use and bytes in use."""
+    health = encoder.health()
+    return encoder.stats().in_flight, health.waiting, health.queue_length, health.queue_bytes
+
+
+def nothing_left(encoder: Encoder) -> None:
+    """Wait until all slots and bytes are released, then check that every image had exactly one outcome."""
+    until(lambda: in_flight(encoder) == (0, 0, 0, 0))
+    stats = encoder.stats()
+    outcomes = stats.succeeded + stats.failed + stats.cancelled + stats.late + stats.refused
+    assert outcomes == stats.requests
