@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, as_completed, wait
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from mm_encoder.families.glm53 import Glm53
 from .helpers.abuse import case
 from .helpers.holding import STAGES, Hold, Scene, hold_towers
 from .helpers.images import noise, saved
+from .helpers.threads import joined, started
 from .helpers.waiting import in_flight, nothing_left, until
 
 threads = pytest.mark.threads
@@ -64,18 +65,6 @@ def nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
     for when in ("setup", "call"):
         assert [r.getMessage() for r in caplog.get_records(when) if r.levelno >= logging.WARNING] == []
-
-
-def started(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
-def joined(callers: list[threading.Thread]) -> None:
-    for caller in callers:
-        caller.join(60)
-        assert not caller.is_alive()
 
 
 # --- at every stage ----------------------------------------------------------------------------------

@@ -31,8 +31,7 @@ from mm_encoder.device import CudaLane, CudaTransfers, open_lane
 from mm_encoder.families.glm53 import GlmTower
 
 from .conftest import GOLDEN
-from .helpers.waiting import until
-from .test_device import (
+from .helpers.handoff import (
     CONTROLS,
     DOWNLOAD_CONTROLS,
     HANDOFFS,
@@ -44,6 +43,7 @@ from .test_device import (
     right,
     right_on_hits,
 )
+from .helpers.waiting import until
 
 pytestmark = pytest.mark.needs_cuda
 

@@ -16,7 +16,8 @@ from mm_encoder.engine.scheduler import Scheduler
 from mm_encoder.engine.worker import Worker
 from mm_encoder.errors import DeadlineExceededError
 
-from .engine.test_scheduler import enter, job, opened, run_one, started, take
+from .helpers.jobs import enter, job, opened, run_one, take
+from .helpers.threads import started
 from .helpers.waiting import until
 
 Steps = set[tuple[str, str]]

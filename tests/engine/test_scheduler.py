@@ -6,14 +6,11 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from mm_encoder.contract import ImageSize, Plan
 from mm_encoder.engine.admission import admit
 from mm_encoder.engine.job import Job, JobState
 from mm_encoder.engine.scheduler import Scheduler
@@ -26,40 +23,11 @@ from mm_encoder.errors import (
     ReplicaError,
 )
 
+from ..helpers.jobs import enter, job, opened, run_one, take
+from ..helpers.threads import started
 from ..helpers.waiting import until
 
 pytestmark = pytest.mark.threads
-
-SIZE = ImageSize(1, 1)
-PLAN = Plan(source=SIZE, content=SIZE, canvas=SIZE, offset=(0, 0), grid_thw=(1, 2, 2), rows=1)
-
-
-@dataclass
-class Weight:
-    """Stands for a snapshot: only what it weighs matters here."""
-
-    nbytes: int
-
-
-def job(nbytes: int = 3, **given: Any) -> Job:
-    return Job(nbytes, **given)  # type: ignore[arg-type]
-
-
-def opened(one: Job) -> None:
-    canvas = 3 * SIZE.width * SIZE.height
-    assert isinstance(one.image, int)
-    one.source, one.plan = Weight(one.image - canvas), PLAN
-
-
-def enter(scheduler: Scheduler, one: Job, timeout: float | None = None) -> Job:
-    admit(scheduler, one, opened, timeout)
-    return one
-
-
-def started(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
 
 
 def blocked(scheduler: Scheduler, waiting: Job) -> threading.Thread:
@@ -73,25 +41,6 @@ def blocked(scheduler: Scheduler, waiting: Job) -> threading.Thread:
 
 def held(scheduler: Scheduler) -> tuple[int, int]:
     return scheduler.slots.used, scheduler.bytes.used
-
-
-def take(scheduler: Scheduler) -> Worker:
-    """A worker that has taken the next queued job."""
-    worker = Worker("test", scheduler)
-    assert scheduler.next_to_prepare(worker) is worker.job
-    return worker
-
-
-def run_one(scheduler: Scheduler) -> Job:
-    """Take the next job through preparation and out to a replica."""
-    worker = take(scheduler)
-    prepared = worker.job
-    scheduler.finish_preparing(worker)
-    running = scheduler.next_to_run(worker)
-    assert running is prepared
-    assert running is not None
-    worker.take(None)
-    return running
 
 
 def test_depth_counts_until_a_job_runs() -> None:
