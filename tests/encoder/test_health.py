@@ -40,7 +40,7 @@ from mm_encoder.engine.tally import nearest_rank
 from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.runtime import native_summary
 
-from .helpers.waiting import until
+from ..helpers.waiting import until
 
 pytestmark = pytest.mark.threads
 

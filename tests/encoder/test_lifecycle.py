@@ -21,9 +21,9 @@ import torch
 from mm_encoder import CheckpointError, Encoder, EncoderClosedError
 from mm_encoder.families.glm53 import Glm53
 
-from .helpers.holding import hold_towers
-from .helpers.programs import outcome_of
-from .helpers.waiting import nothing_left, until
+from ..helpers.holding import hold_towers
+from ..helpers.programs import outcome_of
+from ..helpers.waiting import nothing_left, until
 
 threads = pytest.mark.threads
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")

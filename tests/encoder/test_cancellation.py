@@ -26,11 +26,11 @@ from mm_encoder.engine.job import Job
 from mm_encoder.engine.scheduler import Scheduler
 from mm_encoder.families.glm53 import Glm53
 
-from .helpers.abuse import case
-from .helpers.holding import STAGES, Hold, Scene, hold_towers
-from .helpers.images import noise, saved
-from .helpers.threads import joined, started
-from .helpers.waiting import in_flight, nothing_left, until
+from ..helpers.abuse import case
+from ..helpers.holding import STAGES, Hold, Scene, hold_towers
+from ..helpers.images import noise, saved
+from ..helpers.threads import joined, started
+from ..helpers.waiting import in_flight, nothing_left, until
 
 threads = pytest.mark.threads
 

@@ -34,10 +34,10 @@ from mm_encoder.engine.budget import Budget
 from mm_encoder.engine.job import Job
 from mm_encoder.families.glm53 import Glm53, GlmTower
 
-from .helpers.holding import STAGES, Hold, Scene, hold_towers
-from .helpers.images import noise, saved
-from .helpers.programs import outcome_of
-from .helpers.waiting import in_flight, nothing_left, until
+from ..helpers.holding import STAGES, Hold, Scene, hold_towers
+from ..helpers.images import noise, saved
+from ..helpers.programs import outcome_of
+from ..helpers.waiting import in_flight, nothing_left, until
 
 threads = pytest.mark.threads
 
