@@ -34,20 +34,13 @@ from mm_encoder.engine.budget import Budget
 from mm_encoder.engine.job import Job
 from mm_encoder.families.glm53 import Glm53, GlmTower
 
-from ..helpers.holding import STAGES, Hold, Scene, hold_towers
-from ..helpers.images import noise, saved
+from ..helpers.holding import STAGES, Hold, Scene
+from ..helpers.images import mixed, noise, png, saved
 from ..helpers.programs import outcome_of
 from ..helpers.waiting import in_flight, nothing_left, until
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 threads = pytest.mark.threads
-
-
-def png(width: int = 40, height: int = 40, seed: int = 0) -> bytes:
-    return saved(noise(width, height, seed=seed), "PNG")
-
-
-def mixed(count: int) -> list[bytes]:
-    return [png(20 + 13 * seed, 170 - 9 * seed, seed) for seed in range(count)]
 
 
 async def until_async(condition: Callable[[], bool]) -> None:
@@ -61,21 +54,6 @@ def same(results: list[ImageResult], wanted: list[ImageResult]) -> bool:
     return [r.metadata for r in results] == [w.metadata for w in wanted] and all(
         torch.equal(result.tensor, other.tensor) for result, other in zip(results, wanted, strict=True)
     )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_compute_thread() -> Iterator[None]:
-    # The pictures are tiny: a second thread on them costs more than it brings.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def towers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
-    with hold_towers(monkeypatch) as hold:
-        yield hold
 
 
 def cpu_encoder(checkpoint: Path, **settings: Any) -> Encoder:

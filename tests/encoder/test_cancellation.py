@@ -28,35 +28,19 @@ from mm_encoder.families.glm53 import Glm53
 
 from ..helpers.abuse import case
 from ..helpers.holding import STAGES, Hold, Scene, hold_towers
-from ..helpers.images import noise, saved
+from ..helpers.images import mixed, png
 from ..helpers.threads import joined, started
 from ..helpers.waiting import in_flight, nothing_left, until
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 threads = pytest.mark.threads
 
 HELD = tuple(stage for stage in STAGES if stage not in ("waiting", "opening"))
 """Stages at which the caller of submit has the future; test_async.py cancels at the others."""
 
 
-def png(width: int = 40, height: int = 40, seed: int = 0) -> bytes:
-    return saved(noise(width, height, seed=seed), "PNG")
-
-
-def mixed(count: int) -> list[bytes]:
-    return [png(20 + 13 * seed, 170 - 9 * seed, seed) for seed in range(count)]
-
-
 def same(result: ImageResult, wanted: ImageResult) -> bool:
     return torch.equal(result.tensor, wanted.tensor) and result.metadata == wanted.metadata
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_compute_thread() -> Iterator[None]:
-    # The pictures are tiny: a second thread on them costs more than it brings.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import io
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from mm_encoder import (
     DeadlineExceededError,
@@ -40,16 +37,11 @@ from mm_encoder.engine.tally import nearest_rank
 from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.runtime import native_summary
 
+from ..helpers.holding import Hold
+from ..helpers.images import png
 from ..helpers.waiting import until
 
 pytestmark = pytest.mark.threads
-
-
-def png(width: int = 30, height: int = 30, seed: int = 0) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 class Spoilt(CpuLane):
@@ -59,35 +51,6 @@ class Spoilt(CpuLane):
 
     def drain(self) -> bool:
         return not self.gone.is_set()
-
-
-class Gate:
-    """Holds tower calls until opened; `fail` makes the next of them raise."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.arrived, self.opened = threading.Semaphore(0), threading.Event()
-        self.failing: list[BaseException] = []
-        forward = GlmTower.forward
-
-        def held(tower: GlmTower, *arguments: Any) -> torch.Tensor:
-            self.arrived.release()
-            assert self.opened.wait(30)
-            if self.failing:
-                raise self.failing.pop()
-            return forward(tower, *arguments)
-
-        monkeypatch.setattr(GlmTower, "forward", held)
-
-    def wait(self, calls: int = 1) -> None:
-        for _ in range(calls):
-            assert self.arrived.acquire(timeout=30)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.opened.set()
 
 
 @pytest.fixture
@@ -112,15 +75,15 @@ def submitted(encoder: Encoder, count: int) -> list[Future[ImageResult]]:
 
 
 def test_a_lost_replica_fails_its_job_and_the_others_go_on(
-    glm53_checkpoint: Path, gate: Gate, gone: threading.Event, caplog: pytest.LogCaptureFixture
+    glm53_checkpoint: Path, towers: Hold, gone: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     cause = RuntimeError("CUDA error: an illegal memory access was encountered")
     with Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=2, queue_depth=8) as encoder:
         futures = submitted(encoder, 6)
-        gate.wait(2)
+        towers.wait(2)
         gone.set()
-        gate.failing.append(cause)
-        gate.opened.set()
+        towers.fail_with(cause)
+        towers.let_go()
         errors = [error for future in futures if (error := future.exception(timeout=30))]
         assert [type(error) for error in errors] == [ReplicaError]
         assert errors[0].__cause__ is cause
@@ -138,12 +101,12 @@ def test_a_lost_replica_fails_its_job_and_the_others_go_on(
 
 
 def test_with_no_replica_left_everyone_is_told_at_once(
-    glm53_checkpoint: Path, gate: Gate, gone: threading.Event
+    glm53_checkpoint: Path, towers: Hold, gone: threading.Event
 ) -> None:
     cause = RuntimeError("CUDA error: device-side assert triggered")
     encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=3)
     running, *waiting = submitted(encoder, 4)
-    gate.wait()
+    towers.wait()
     in_line: list[BaseException] = []
 
     def late(call: Callable[[], object]) -> None:
@@ -162,8 +125,8 @@ def test_with_no_replica_left_everyone_is_told_at_once(
         caller.start()
     until(lambda: encoder.health().waiting == 3)
     gone.set()
-    gate.failing.append(cause)
-    gate.opened.set()
+    towers.fail_with(cause)
+    towers.let_go()
     for caller in callers:
         caller.join(30)
     told = [running.exception(timeout=30), *(future.exception(timeout=30) for future in waiting), *in_line]
@@ -203,17 +166,17 @@ def test_a_replicas_thread_that_dies_between_jobs_is_noticed(glm53_checkpoint: P
 
 
 def test_losing_the_last_replica_while_closing_is_still_closing(
-    glm53_checkpoint: Path, gate: Gate, gone: threading.Event
+    glm53_checkpoint: Path, towers: Hold, gone: threading.Event
 ) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu")
     running = encoder.submit(png())
-    gate.wait()
+    towers.wait()
     closer = threading.Thread(target=encoder.close)
     closer.start()
     until(lambda: encoder.health().state == "draining")
     gone.set()
-    gate.failing.append(RuntimeError("CUDA error: gone"))
-    gate.opened.set()
+    towers.fail_with(RuntimeError("CUDA error: gone"))
+    towers.let_go()
     closer.join(30)
     assert isinstance(running.exception(timeout=30), ReplicaError)
     with pytest.raises(EncoderClosedError):
@@ -222,15 +185,15 @@ def test_losing_the_last_replica_while_closing_is_still_closing(
 
 @pytest.mark.parametrize("way", ["with", "async with"])
 def test_a_callback_that_exits_does_not_stop_the_closing(
-    glm53_checkpoint: Path, gate: Gate, way: str, caplog: pytest.LogCaptureFixture
+    glm53_checkpoint: Path, towers: Hold, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=9)
     running = encoder.submit(png())
-    gate.wait()
+    towers.wait()
     waiting = submitted(encoder, 3)
     for future in waiting:
         future.add_done_callback(lambda _: sys.exit(3))
-    threading.Timer(0.1, gate.opened.set).start()
+    threading.Timer(0.1, towers.let_go).start()
 
     async def leave() -> None:
         async with encoder:
@@ -283,10 +246,10 @@ def test_a_preprocessing_thread_interrupted_with_a_job_fails_that_job(
 
 
 def test_running_out_of_memory_is_no_reason_to_go(
-    encoder: Encoder, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    encoder: Encoder, towers: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate.opened.set()
-    gate.failing.append(torch.OutOfMemoryError("CUDA out of memory"))
+    towers.let_go()
+    towers.fail_with(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(DeviceOutOfMemoryError):
         encoder.generate(png())
     assert encoder.health().state == "ready"
@@ -309,10 +272,10 @@ def test_health_of_an_idle_encoder(encoder: Encoder) -> None:
     assert health.last_error is None
 
 
-def test_health_shows_where_the_work_is(glm53_checkpoint: Path, gate: Gate) -> None:
+def test_health_shows_where_the_work_is(glm53_checkpoint: Path, towers: Hold) -> None:
     with Encoder(glm53_checkpoint, device="cpu", queue_depth=2) as encoder:
         submitted(encoder, 3)
-        gate.wait()
+        towers.wait()
         caller = threading.Thread(target=encoder.submit, args=(png(),))
         caller.start()
         until(lambda: encoder.health().waiting == 1)
@@ -326,7 +289,7 @@ def test_health_shows_where_the_work_is(glm53_checkpoint: Path, gate: Gate) -> N
         assert later.oldest_s is not None
         assert later.oldest_s >= health.oldest_s > 0
         assert encoder.stats().in_flight == 4
-        gate.opened.set()
+        towers.let_go()
         caller.join(30)
 
 
@@ -358,7 +321,7 @@ def test_a_thread_that_is_stuck_is_shown_and_recovers(
 
 
 def test_an_encoder_that_loads_or_closes_says_so(
-    glm53_checkpoint: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    glm53_checkpoint: Path, towers: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[Engine] = []
     seen: list[str] = []
@@ -378,11 +341,11 @@ def test_an_encoder_that_loads_or_closes_says_so(
     engines.clear()
     assert seen == ["starting"]
     future = encoder.submit(png())
-    gate.wait()
+    towers.wait()
     closer = threading.Thread(target=encoder.close)
     closer.start()
     until(lambda: encoder.health().state == "draining")
-    gate.opened.set()
+    towers.let_go()
     closer.join(30)
     assert encoder.health().state == "closed"
     assert future.result(timeout=0)
@@ -404,10 +367,10 @@ def test_a_probe_in_a_callback_is_answered(encoder: Encoder) -> None:
 # --- stats -------------------------------------------------------------------------------------------
 
 
-def test_every_image_is_counted_once(glm53_checkpoint: Path, gate: Gate) -> None:
+def test_every_image_is_counted_once(glm53_checkpoint: Path, towers: Hold) -> None:
     with Encoder(glm53_checkpoint, device="cpu", queue_depth=3) as encoder:
         running = encoder.submit(png())
-        gate.wait()
+        towers.wait()
         cancelled = encoder.submit(png())
         late = encoder.submit(png(), deadline=time.monotonic() + 0.05)
         assert cancelled.cancel()
@@ -419,7 +382,7 @@ def test_every_image_is_counted_once(glm53_checkpoint: Path, gate: Gate) -> None
             encoder.submit(png(), timeout=0)
         stats = encoder.stats()
         assert (stats.requests, stats.in_flight) == (8, 4)
-        gate.opened.set()
+        towers.let_go()
         for future in (running, *waiting):
             assert future.result(timeout=30)
     stats = encoder.stats()
@@ -451,12 +414,12 @@ def test_percentiles_are_nearest_rank() -> None:
 
 
 def test_records_have_fields_and_say_nothing_of_bad_media(
-    glm53_checkpoint: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+    glm53_checkpoint: Path, towers: Hold, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate.opened.set()
+    towers.let_go()
     with caplog.at_level(logging.INFO, "mm_encoder"), Encoder(glm53_checkpoint, device="cpu") as encoder:
         encoder.submit(b"nothing").exception()
-        gate.failing.append(ValueError("odd"))
+        towers.fail_with(ValueError("odd"))
         encoder.submit(png()).exception(timeout=30)
     events = [(getattr(r, "mm_event", None), r.levelname) for r in caplog.records]
     assert events == [("ready", "INFO"), ("job_failed", "WARNING"), ("closed", "INFO")]
@@ -472,15 +435,15 @@ def test_records_have_fields_and_say_nothing_of_bad_media(
 
 @pytest.mark.parametrize("meddle", ["set_result", "set_exception", "set_running_or_notify_cancel"])
 def test_a_caller_who_meddles_with_a_future_hurts_nobody_else(
-    glm53_checkpoint: Path, gate: Gate, meddle: str
+    glm53_checkpoint: Path, towers: Hold, meddle: str
 ) -> None:
     with Encoder(glm53_checkpoint, device="cpu", queue_depth=8) as encoder:
         running = encoder.submit(png())
-        gate.wait()
+        towers.wait()
         future = encoder.submit(png(seed=1))
         given: dict[str, list[Any]] = {"set_result": [None], "set_exception": [KeyError()]}
         getattr(future, meddle)(*given.get(meddle, []))
-        gate.opened.set()
+        towers.let_go()
         assert running.result(timeout=30)
         assert encoder.generate(png(seed=2))
         assert future.done()

@@ -1,8 +1,4 @@
-"""How encoders begin and end: interpreter exit, collection, failed construction, fork.
-
-What leaves the process is tried in a program of its own, which must end within ten seconds, with the right
-exit code and nothing on its output and error streams.
-"""
+"""Encoders that are dropped and collected, and encoders that cannot be constructed."""
 
 from __future__ import annotations
 
@@ -11,260 +7,29 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mm_encoder import CheckpointError, Encoder, EncoderClosedError
-from mm_encoder.families.glm53 import Glm53
+from mm_encoder import CheckpointError, DeviceOutOfMemoryError, Encoder
+from mm_encoder.engine.budget import Budget
+from mm_encoder.engine.job import Job
+from mm_encoder.families.glm53 import Glm53, GlmTower
 
 from ..helpers.holding import hold_towers
-from ..helpers.programs import outcome_of
-from ..helpers.waiting import nothing_left, until
+from ..helpers.images import png
+from ..helpers.threads import library_threads
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 threads = pytest.mark.threads
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
 IMAGE = np.zeros((50, 50, 3), np.uint8)
 CLEAN = (0, "", "")
-
-
-def threads_of_the_library() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("mm-encoder")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_compute_thread() -> Iterator[None]:
-    # The pictures are tiny: a second thread on them costs more than it brings.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-# --- the interpreter ends ----------------------------------------------------------------------------
-
-AT_EXIT = {
-    "a full queue and callers that wait": """
-        be_slow()
-        told = []
-
-        @atexit.register  # before the encoder is, so it runs after its end
-        def last():
-            until(lambda: len(told) == 8)
-
-        encoder = encoder(queue_depth=2)
-
-        def call(function):
-            try:
-                for _ in range(50):
-                    function(IMAGE)
-            except mm_encoder.EncoderClosedError:
-                told.append(function)
-
-        for function in (encoder.generate, encoder.submit, encoder.encode_image, encoder.generate) * 2:
-            threading.Thread(target=call, args=(function,), daemon=True).start()
-        until(lambda: encoder.health().waiting > 3)
-    """,
-    "callers that are no daemons": """
-        be_slow()
-        encoder, results = encoder(queue_depth=1), []
-
-        @atexit.register  # after the encoder was, so it runs before its end
-        def first():
-            assert len(results) == 4, results
-            assert encoder.generate(IMAGE)
-            encoder.close()
-
-        for _ in range(4):
-            threading.Thread(target=lambda: results.append(encoder.generate([IMAGE] * 2))).start()
-    """,
-    "hooks that close": """
-        be_slow()
-        opened = []
-
-        @atexit.register
-        def last():
-            opened[0].close()
-            assert opened[0].health().state == "closed"
-
-        opened.append(encoder())
-
-        @atexit.register
-        def first():
-            opened[0].close()
-            assert all(future.result(timeout=0) for future in futures)
-
-        futures = [opened[0].submit(IMAGE) for _ in range(6)]
-    """,
-    "a loop with pending tasks": """
-        be_slow()
-        encoder = encoder(queue_depth=2)
-
-        async def main():
-            global tasks
-            tasks = [asyncio.create_task(encoder.generate_async([IMAGE] * 3)) for _ in range(9)]
-            while encoder.stats().succeeded < 2:
-                await asyncio.sleep(0.001)
-
-        asyncio.run(main())
-    """,
-    "a loop that was only stopped": """
-        be_slow()
-        encoder = encoder(queue_depth=2)
-        loop = asyncio.new_event_loop()
-        loop.set_exception_handler(lambda *_: None)  # asyncio says that its tasks were destroyed
-        tasks = [loop.create_task(encoder.generate_async([IMAGE] * 3)) for _ in range(9)]
-        loop.call_later(0.05, loop.stop)
-        loop.run_forever()
-        loop.close()
-    """,
-    "a closing in another thread": """
-        be_slow()
-        encoder = encoder(queue_depth=30)
-        futures = [encoder.submit(IMAGE) for _ in range(30)]
-        threading.Thread(target=encoder.close, daemon=True).start()
-        until(lambda: encoder.health().state == "draining")
-    """,
-    "a closing that a loop does not wait for": """
-        be_slow()
-        encoder = encoder(queue_depth=30)
-        futures = [encoder.submit(IMAGE) for _ in range(30)]
-
-        async def main():
-            try:
-                async with asyncio.timeout(0.05):
-                    await encoder.close_async()
-            except TimeoutError:
-                pass
-
-        asyncio.run(main())
-    """,
-    "a closing in a callback": """
-        be_slow()
-        encoder = encoder(queue_depth=30)
-        futures = [encoder.submit(IMAGE) for _ in range(30)]
-        closed = threading.Event()
-        futures[0].add_done_callback(lambda _: (encoder.close(), closed.set()))
-        closed.wait()
-    """,
-    "an encoder that was dropped": """
-        be_slow()
-        encoder = encoder(queue_depth=30)
-        futures = [encoder.submit(IMAGE) for _ in range(30)]
-        del encoder
-        gc.collect()
-    """,
-    "a host that closes in its finalizer": """
-        be_slow()
-
-        class Host:
-            def __init__(self):
-                self.encoder = encoder(queue_depth=30)
-                self.futures = [self.encoder.submit(IMAGE) for _ in range(5)]
-
-            def __del__(self):
-                self.encoder.close()
-
-        one, other, third = Host(), Host(), Host()
-        del one  # closed by this
-        other.itself = other  # closed by the collector, at the latest when modules are taken down
-        del other
-    """,
-    "an encoder that is being made": """
-        from mm_encoder.families.glm53 import Glm53
-        build = Glm53.build_tower
-
-        def slow(*arguments):
-            arrived.release()
-            matrix = torch.ones(400, 400)
-            for _ in range(200):
-                matrix = (matrix @ matrix).clamp(-1, 1)
-            return build(*arguments)
-
-        Glm53.build_tower = slow
-
-        def make():
-            try:
-                encoder(replicas_per_gpu=2)
-            except Exception:
-                pass
-
-        threading.Thread(target=make, daemon=True).start()
-        arrived.acquire()
-    """,
-}
-
-
-@pytest.mark.parametrize("with_", AT_EXIT)
-def test_the_interpreter_ends_cleanly_with(glm53_checkpoint: Path, with_: str) -> None:
-    assert outcome_of(AT_EXIT[with_], glm53_checkpoint) == CLEAN
-
-
-def test_the_hosts_own_exit_code_is_kept(glm53_checkpoint: Path) -> None:
-    program = """
-        be_slow()
-        encoder = encoder(queue_depth=30)
-        futures = [encoder.submit(IMAGE) for _ in range(30)]
-        sys.exit(3)
-    """
-    assert outcome_of(program, glm53_checkpoint) == (3, "", "")
-
-
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_only_the_hosts_own_error_is_shown(glm53_checkpoint: Path, interrupted: bool) -> None:
-    end = "encoder.generate([IMAGE] * 500)" if interrupted else "raise KeyError('the hosts own')"
-    program = f"""
-        be_slow()
-        encoder = encoder(queue_depth=30)
-        futures = [encoder.submit(IMAGE) for _ in range(30)]
-        if {interrupted}:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        {end}
-    """
-    code, output, errors = outcome_of(program, glm53_checkpoint)
-    assert (code, output) == (-2 if interrupted else 1, "")
-    assert errors.startswith("Traceback (most recent call last):")
-    assert errors.count("Traceback") == 1
-    last = errors.rstrip().splitlines()[-1]
-    assert last == ("KeyboardInterrupt" if interrupted else "KeyError: 'the hosts own'")
-
-
-def test_after_failed_constructions_the_interpreter_ends(glm53_checkpoint: Path, tmp_path: Path) -> None:
-    program = """
-        from mm_encoder.families.glm53 import Glm53
-        start, build = threading.Thread.start, Glm53.build_tower
-        turn = threading.Semaphore(1)
-
-        def all_but_one_fail(*arguments):
-            if not turn.acquire(blocking=False):
-                raise MemoryError("no room for a second tower")
-            return build(*arguments)
-
-        def refuse(thread):
-            if thread.name.endswith("prep-1"):
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        def fails(error, **settings):
-            try:
-                encoder(**settings)
-            except error:
-                return
-            raise AssertionError("it was made")
-
-        Glm53.build_tower = all_but_one_fail
-        fails(mm_encoder.DeviceOutOfMemoryError, replicas_per_gpu=3)
-        Glm53.build_tower = build
-        threading.Thread.start = refuse
-        fails(RuntimeError, preprocess_workers=3)
-        threading.Thread.start = start
-        assert threading.active_count() == 1
-    """
-    assert outcome_of(program, glm53_checkpoint) == CLEAN
 
 
 # --- garbage collection ------------------------------------------------------------------------------
@@ -278,7 +43,7 @@ def test_a_dropped_encoder_finishes_what_it_accepted(
         encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=9)
         futures = [encoder.submit(IMAGE) for _ in range(6)]
         towers.wait()
-        running = threads_of_the_library()
+        running = library_threads()
         del encoder
         gc.collect()
         assert not any(future.done() for future in futures)
@@ -303,6 +68,52 @@ def test_many_encoders_leave_no_threads_and_no_files(glm53_checkpoint: Path) -> 
         life()
     gc.collect()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_a_dropped_encoder_ends_its_threads(glm53_checkpoint: Path) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu")
+    encoder.generate(png(20, 20))
+    watch = weakref.ref(encoder)
+    threads = library_threads()
+    del encoder
+    gc.collect()
+    assert watch() is None
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("lock", ["scheduler", "budget"])
+def test_an_encoder_collected_inside_its_own_lock_ends(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lock: str
+) -> None:
+    if lock == "scheduler":
+
+        def number(job: Job) -> int:
+            gc.collect()
+            return job.number
+
+        monkeypatch.setattr("mm_encoder.engine.scheduler._by_number", number)
+    else:
+        advance = Budget._advance
+
+        def collecting(budget: Budget[Job]) -> Any:
+            gc.collect()
+            return advance(budget)
+
+        monkeypatch.setattr(Budget, "_advance", collecting)
+    encoder = Encoder(glm53_checkpoint, device="cpu")
+    encoder.itself = encoder  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        encoder.submit(png(100, 100))
+        threads = library_threads()
+        del encoder
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+    finally:
+        gc.enable()
 
 
 # --- construction fails ------------------------------------------------------------------------------
@@ -339,238 +150,52 @@ def test_failed_constructions_leave_no_threads_and_no_files(
         fail()
     gc.collect()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
-    assert threads_of_the_library() == []
+    assert library_threads() == []
 
 
-# --- closing -----------------------------------------------------------------------------------------
-
-
-@threads
-def test_closing_a_full_queue_refuses_who_waits_and_finishes_the_rest(
+def test_a_thread_that_cannot_start_stops_the_others(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=2)
-    with hold_towers(monkeypatch) as towers:
-        accepted = [encoder.submit(IMAGE)]
-        towers.wait()
-        accepted += [encoder.submit(IMAGE) for _ in range(2)]
-        told: list[EncoderClosedError] = []
+    start = threading.Thread.start
+    for refused in ("replica-1", "prep-1"):
 
-        def call(name: str) -> None:
-            try:
-                getattr(encoder, name)(IMAGE)
-            except EncoderClosedError as error:
-                told.append(error)
+        def failing(thread: threading.Thread, refused: str = refused) -> None:
+            if thread.name.endswith(refused):
+                raise RuntimeError("can't start new thread")
+            start(thread)
 
-        callers = [
-            threading.Thread(target=call, args=(name,)) for name in ("submit", "generate", "encode_image") * 2
-        ]
-        for caller in callers:
-            caller.start()
-        until(lambda: encoder.health().waiting == 6)
-        closers = [threading.Thread(target=encoder.close) for _ in range(2)]
-        for closer in closers:
-            closer.start()
-        for caller in callers:  # at once: they need not wait for the tower
-            caller.join(30)
-            assert not caller.is_alive()
-        assert len(set(map(id, told))) == 6
-        assert all(closer.is_alive() for closer in closers)
-        assert encoder.health().state == "draining"
-    for closer in closers:
-        closer.join(30)
-        assert not closer.is_alive()
-    assert all(future.result(timeout=0) for future in accepted)
-    assert encoder.health().state == "closed"
-    nothing_left(encoder)
+        monkeypatch.setattr(threading.Thread, "start", failing)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=2, preprocess_workers=2)
+        assert library_threads() == []
 
 
-# --- fork --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("cause", "raised"),
+    [
+        (RuntimeError("no room for a second tower"), RuntimeError),
+        (torch.OutOfMemoryError("no room for a second tower"), DeviceOutOfMemoryError),
+    ],
+)
+def test_a_replica_that_fails_to_load_stops_the_others(
+    glm53_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cause: Exception,
+    raised: type[Exception],
+) -> None:
+    built: list[weakref.ref[GlmTower]] = []
+    build, turn = Glm53.build_tower, threading.Semaphore(1)
 
-FORK = """
-warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    def all_but_one_fail(*arguments: Any) -> GlmTower:
+        if not turn.acquire(blocking=False):
+            raise cause
+        tower = build(*arguments)
+        built.append(weakref.ref(tower))
+        return tower
 
-def in_a_child(work):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(int(5 * patience))  # the parent's is not the child's
-        work()
-        sys.exit(7)
-    status = os.waitpid(child, 0)[1]
-    assert os.waitstatus_to_exitcode(status) == 7, status
-
-def refused(it):
-    calls = [lambda f=f: f(IMAGE) for f in (it.generate, it.submit, it.encode_image)]
-    calls += [lambda f=f: asyncio.run(f(IMAGE)) for f in (it.generate_async, it.encode_image_async)]
-    for call in (*calls, it.health, it.stats):
-        try:
-            call()
-        except mm_encoder.ForkedProcessError as error:
-            assert "forked" in str(error)
-        else:
-            os._exit(1)
-    it.close()
-    asyncio.run(it.close_async())
-    with it:
-        pass
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_forked_child_is_told_in_every_state(glm53_checkpoint: Path) -> None:
-    program = """
-        from mm_encoder.families.glm53 import Glm53
-        from mm_encoder.media.source import Source
-
-        def blocked(owner, name, going):
-            call = getattr(owner, name)
-
-            def held(*arguments):
-                arrived.release()
-                going.wait()
-                return call(*arguments)
-
-            setattr(owner, name, held)
-            return lambda: setattr(owner, name, call)
-
-        for state in ("idle", "line full", "opening", "decoding", "running", "closing", "closed"):
-            it, futures, going, undo = encoder(queue_depth=1), [], threading.Event(), lambda: None
-            held = {"opening": (Glm53, "open"), "decoding": (Source, "decode")}
-            stage, callers = held.get(state, (GlmTower, "forward")), []
-            while arrived.acquire(blocking=False):
-                pass
-
-            def call():
-                futures.append(it.submit(IMAGE))
-
-            def begin():
-                callers.append(threading.Thread(target=call))
-                callers[-1].start()
-
-            if state not in ("idle", "closed"):
-                undo = blocked(*stage, going)
-                begin()
-                arrived.acquire()
-            if state == "line full":
-                begin()
-                until(lambda: it.health().queue_length == 1)
-                begin()
-                begin()
-                until(lambda: it.health().waiting == 2)
-            if state in ("closing", "closed"):
-                callers.append(threading.Thread(target=it.close))
-                callers[-1].start()
-                until(lambda: it.health().state in ("draining", "closed"))
-            in_a_child(lambda: refused(it))
-            going.set()
-            for caller in callers:
-                caller.join()
-            undo()
-            assert all(future.result() for future in futures)
-            if state not in ("closing", "closed"):
-                assert it.generate([IMAGE] * 3)
-            it.close()
-            assert it.health().state == "closed" and it.stats().in_flight == 0
-    """
-    assert outcome_of(_with_fork(program), glm53_checkpoint) == CLEAN
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_child_that_was_forked_inside_a_lock_waits_for_none(glm53_checkpoint: Path) -> None:
-    # Another thread holds the lock, and that thread is not in the child. The child has copies of the
-    # futures and tasks, which it may cancel, or collect, and of the encoder, which it may drop.
-    program = """
-        hold()
-        it = encoder(queue_depth=2)
-
-        def locks():
-            scheduler = it._engine.scheduler
-            return {
-                "scheduler": scheduler._to_run,
-                "slots": scheduler.slots,
-                "bytes": scheduler.bytes,
-                "tally": scheduler.tally,
-                "deadlines": scheduler.deadlines,
-            }
-
-        def lock_of(part):
-            if isinstance(part, threading.Condition):
-                return part
-            (lock,) = [value for value in vars(part).values() if hasattr(value, "acquire")]
-            return lock
-
-        async def main():
-            running = it.submit(IMAGE)
-            await asyncio.to_thread(arrived.acquire)
-            future = it.submit(IMAGE, deadline=time.monotonic() + 60)
-            tasks = [asyncio.create_task(it.generate_async([IMAGE] * 2)) for _ in range(3)]
-            while it.health().waiting < 2:
-                await asyncio.sleep(0.001)
-            for name, part in locks().items():
-                inside, leave = threading.Event(), threading.Event()
-
-                def stay():
-                    with lock_of(part):
-                        inside.set()
-                        leave.wait()
-
-                holder = threading.Thread(target=stay)
-                holder.start()
-                inside.wait()
-
-                def work():
-                    global it
-                    future.cancel()
-                    for task in tasks:
-                        task.get_coro().close()  # as the collector does
-                    it.close()
-                    it = None
-                    gc.collect()
-                    os._exit(7)
-
-                try:
-                    in_a_child(work)
-                except AssertionError as error:
-                    raise AssertionError(name) from error
-                finally:
-                    leave.set()
-                    holder.join()
-            opened.set()
-            assert await asyncio.gather(*tasks)
-            assert future.result() and running.result()
-
-        asyncio.run(main())
-        it.close()
-    """
-    assert outcome_of(_with_fork(program), glm53_checkpoint) == CLEAN
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_forked_child_can_make_and_use_an_encoder_of_its_own(glm53_checkpoint: Path) -> None:
-    program = """
-        with encoder() as it:
-            wanted = it.generate(IMAGE)[0].tensor
-            hold()
-            running = it.submit(IMAGE)
-            arrived.acquire()
-
-            def work():
-                GlmTower.forward = forward
-                with encoder() as own:
-                    assert torch.equal(own.generate([IMAGE] * 5)[4].tensor, wanted)
-                    assert own.health().state == "ready"
-                    assert asyncio.run(own.generate_async(IMAGE))
-                never_closed = encoder()
-                never_closed.submit(IMAGE)
-                refused(it)
-
-            in_a_child(work)
-            opened.set()
-            assert torch.equal(running.result().tensor, wanted)
-    """
-    assert outcome_of(_with_fork(program), glm53_checkpoint) == CLEAN
-
-
-def _with_fork(program: str) -> str:
-    # The programs are indented, and what they begin with is not.
-    return "\n".join(" " * 8 + line for line in FORK.splitlines()) + program
+    monkeypatch.setattr(Glm53, "build_tower", all_but_one_fail)
+    with pytest.raises(raised, match="no room for a second tower|weights of a replica"):
+        Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=3)
+    assert library_threads() == []
+    gc.collect()
+    assert built[0]() is None

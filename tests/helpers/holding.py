@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,15 @@ class Hold:
         when: Callable[..., bool] = lambda *_: True,
     ) -> None:
         self._arrived, self._opened = threading.Semaphore(0), threading.Event()
+        self._errors: deque[BaseException] = deque()
         call = getattr(owner, name)
 
         def held(*arguments: Any) -> Any:
             if when(*arguments):
                 self._arrived.release()
                 assert self._opened.wait(60), f"{name} was held for a minute"
+                with suppress(IndexError):
+                    raise self._errors.popleft()
             return call(*arguments)
 
         monkeypatch.setattr(owner, name, held)
@@ -48,6 +53,10 @@ class Hold:
     def let_go(self) -> None:
         """Release the blocked calls and block no more."""
         self._opened.set()
+
+    def fail_with(self, error: BaseException) -> None:
+        """Make one of the blocked calls raise `error` when it is released."""
+        self._errors.append(error)
 
     def __enter__(self) -> Hold:
         return self

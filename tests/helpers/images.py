@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import struct
 import zlib
 from typing import Any
@@ -41,6 +42,16 @@ def saved(image: Image.Image, kind: str, **settings: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **settings)
     return buffer.getvalue()
+
+
+def png(width: int = 40, height: int = 40, seed: int = 0) -> bytes:
+    return saved(noise(width, height, seed=seed), "PNG")
+
+
+def mixed(count: int) -> list[bytes]:
+    """Return PNG files of `count` different sizes up to 200 x 200."""
+    chance = random.Random(11)
+    return [png(chance.randint(1, 200), chance.randint(1, 200), seed) for seed in range(count)]
 
 
 def exif(orientation: int, order: str = "<", *, kind: int = 3, count: int = 1) -> bytes:
