@@ -40,7 +40,8 @@ from mm_encoder.cache.memory import live_cpu_bytes_process
 from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.source import Source
 
-from .helpers.waiting import until
+from .helpers import images
+from .helpers.waiting import nothing_left, until
 
 pytestmark = pytest.mark.threads
 
@@ -49,10 +50,7 @@ Make = Callable[..., Encoder]
 
 
 def png(seed: int = 0, width: int = 30, height: int = 30) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return images.png(width, height, seed)
 
 
 class Work:
@@ -113,16 +111,6 @@ def make(glm53_checkpoint: Path) -> Iterator[Make]:
 
 def on_disk(path: Path) -> dict[str, Any]:
     return {"disk_path": path, "disk_bytes": 64 * MIB}
-
-
-def nothing_left(encoder: Encoder) -> None:
-    """No image under way, no room in use, no flight."""
-    until(lambda: encoder.stats().in_flight == 0)
-    until(lambda: all(worker.busy_s is None for worker in encoder.health().preprocessing))
-    health = encoder.health()
-    assert (health.queue_length, health.queue_bytes, health.waiting) == (0, 0, 0)
-    assert encoder._coalescer is not None
-    assert len(encoder._coalescer._flights) == 0
 
 
 # --- hits --------------------------------------------------------------------------------------------

@@ -23,8 +23,10 @@ def in_flight(encoder: Encoder) -> tuple[int, int, int, int]:
 
 
 def nothing_left(encoder: Encoder) -> None:
-    """Wait until all slots and bytes are released, then check that every image had exactly one outcome."""
+    """Wait until nothing is in flight, then check that every image had exactly one outcome."""
     until(lambda: in_flight(encoder) == (0, 0, 0, 0))
+    until(lambda: all(worker.busy_s is None for worker in encoder.health().preprocessing))
+    assert len(getattr(encoder._coalescer, "_flights", ())) == 0
     stats = encoder.stats()
-    outcomes = stats.succeeded + stats.failed + stats.cancelled + stats.late + stats.refused
-    assert outcomes == stats.requests
+    outcomes = (stats.succeeded, stats.failed, stats.cancelled, stats.late, stats.refused, stats.joined)
+    assert sum(outcomes) == stats.requests
