@@ -116,7 +116,7 @@ def on_disk(path: Path) -> dict[str, Any]:
 # --- hits --------------------------------------------------------------------------------------------
 
 
-def test_a_picture_is_encoded_once(make: Make, work: Work, encoder: Encoder) -> None:
+def test_an_image_is_encoded_once(make: Make, work: Work, encoder: Encoder) -> None:
     plain = encoder.generate(png())[0]
     work.run = 0
     cached = make()
@@ -134,7 +134,7 @@ def test_a_picture_is_encoded_once(make: Make, work: Work, encoder: Encoder) -> 
     assert encoder.cache_stats() == CacheStats()
 
 
-def test_every_way_of_asking_hits(make: Make, work: Work) -> None:
+def test_every_method_serves_hits(make: Make, work: Work) -> None:
     encoder = make()
     first = encoder.generate(png())[0].tensor
     assert encoder.submit(png()).result(timeout=30).tensor is first
@@ -144,7 +144,9 @@ def test_every_way_of_asking_hits(make: Make, work: Work) -> None:
     assert work.run == 1
 
 
-def test_every_kind_of_source_is_known_by_its_content(make: Make, work: Work, tmp_path: Path) -> None:
+def test_cache_keys_follow_the_content_of_every_kind_of_source(
+    make: Make, work: Work, tmp_path: Path
+) -> None:
     encoder, data = make(), png()
     path = tmp_path / "x"
     path.write_bytes(data)
@@ -159,7 +161,7 @@ def test_every_kind_of_source_is_known_by_its_content(make: Make, work: Work, tm
     assert work.run == 4
 
 
-def test_options_dtype_and_limits_are_not_mixed_up(make: Make, work: Work, tmp_path: Path) -> None:
+def test_options_dtype_and_limits_have_separate_entries(make: Make, work: Work, tmp_path: Path) -> None:
     encoder = make(**on_disk(tmp_path / "cache"))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -179,7 +181,7 @@ def test_options_dtype_and_limits_are_not_mixed_up(make: Make, work: Work, tmp_p
         small.generate(buffer.getvalue())
 
 
-def test_expected_tokens_are_held_to_hits_and_followers_too(make: Make, work: Work) -> None:
+def test_expected_tokens_are_checked_for_hits_and_followers(make: Make, work: Work) -> None:
     encoder = make()
     rows = encoder.generate(png())[0].metadata.length
     assert encoder.generate(png(), expected_tokens=[rows])
@@ -195,7 +197,7 @@ def test_expected_tokens_are_held_to_hits_and_followers_too(make: Make, work: Wo
     assert work.run == 2
 
 
-def test_results_survive_the_process_in_spirit(make: Make, work: Work, tmp_path: Path) -> None:
+def test_disk_hits_after_reopen(make: Make, work: Work, tmp_path: Path) -> None:
     first = make(**on_disk(tmp_path / "cache"))
     rows = [first.generate(png(seed))[0].tensor for seed in range(5)]
     first.close()
@@ -210,9 +212,7 @@ def test_results_survive_the_process_in_spirit(make: Make, work: Work, tmp_path:
     assert (stats.disk_hits, stats.memory_hits, stats.misses) == (5, 1, 0)
 
 
-def test_other_weights_are_another_identity(
-    make: Make, work: Work, tmp_path: Path, glm53_checkpoint: Path
-) -> None:
+def test_changed_weights_miss(make: Make, work: Work, tmp_path: Path, glm53_checkpoint: Path) -> None:
     import shutil
 
     from .cache.test_key import rewritten, tensors
@@ -231,7 +231,7 @@ def test_other_weights_are_another_identity(
     assert work.run == 2
 
 
-def test_a_bumped_epoch_serves_nothing_older(make: Make, work: Work, tmp_path: Path) -> None:
+def test_no_hits_from_before_bump_weights(make: Make, work: Work, tmp_path: Path) -> None:
     encoder = make(**on_disk(tmp_path / "cache"))
     encoder.generate(png())
     work.hold()
@@ -286,7 +286,7 @@ def test_64_callers_of_one_image_make_one_decode_and_one_run(make: Make, work: W
     nothing_left(encoder)
 
 
-def test_when_the_first_cancels_the_others_get_their_rows(make: Make, work: Work) -> None:
+def test_followers_get_their_rows_when_the_leader_is_cancelled(make: Make, work: Work) -> None:
     encoder = make(queue_depth=8)
     work.hold()
     blocker = encoder.submit(png(9))
@@ -303,7 +303,7 @@ def test_when_the_first_cancels_the_others_get_their_rows(make: Make, work: Work
     nothing_left(encoder)
 
 
-def test_when_all_have_cancelled_the_work_is_not_done(make: Make, work: Work) -> None:
+def test_a_queued_image_is_not_encoded_when_all_its_waiters_cancel(make: Make, work: Work) -> None:
     encoder = make(queue_depth=8)
     work.hold()
     blocker = encoder.submit(png(9))
@@ -320,7 +320,7 @@ def test_when_all_have_cancelled_the_work_is_not_done(make: Make, work: Work) ->
     nothing_left(encoder)
 
 
-def test_who_waits_for_running_work_cannot_cancel_it(make: Make, work: Work) -> None:
+def test_neither_leader_nor_follower_cancels_a_running_job(make: Make, work: Work) -> None:
     encoder = make()
     work.hold()
     leader = encoder.submit(png())
@@ -333,7 +333,9 @@ def test_who_waits_for_running_work_cannot_cancel_it(make: Make, work: Work) -> 
     assert leader.result(timeout=30).tensor is follower.result(timeout=30).tensor
 
 
-def test_a_fault_reaches_everyone_and_is_not_kept(make: Make, work: Work, tmp_path: Path) -> None:
+def test_an_error_reaches_leader_and_followers_and_is_not_cached(
+    make: Make, work: Work, tmp_path: Path
+) -> None:
     encoder = make(**on_disk(tmp_path / "cache"))
     work.hold()
     asks = [encoder.submit(png())]
@@ -348,7 +350,7 @@ def test_a_fault_reaches_everyone_and_is_not_kept(make: Make, work: Work, tmp_pa
     nothing_left(encoder)
 
 
-def test_bad_media_fails_each_time_and_is_not_kept(make: Make, work: Work) -> None:
+def test_bad_media_fails_each_time_and_is_not_cached(make: Make, work: Work) -> None:
     encoder, cut = make(), png()[:-20]
     for _ in range(2):
         with pytest.raises(MediaDecodeError, match=r"^images\[1\]: "):
@@ -361,7 +363,7 @@ def test_bad_media_fails_each_time_and_is_not_kept(make: Make, work: Work) -> No
     nothing_left(encoder)
 
 
-def test_a_deadline_is_each_callers_own(make: Make, work: Work) -> None:
+def test_deadlines_are_per_caller(make: Make, work: Work) -> None:
     encoder = make(queue_depth=8)
     work.hold()
     blocker = encoder.submit(png(9))
@@ -391,7 +393,7 @@ def test_a_late_image_is_counted_as_late(make: Make, work: Work) -> None:
     assert blocker.result(timeout=30)
 
 
-def test_generate_ends_when_nothing_of_it_is_prepared_any_more(
+def test_a_failed_generate_returns_after_its_preparation_has_stopped(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = make(queue_depth=8, preprocess_workers=2)
@@ -426,7 +428,7 @@ def test_generate_ends_when_nothing_of_it_is_prepared_any_more(
 
 
 @pytest.mark.parametrize("where", ["keep", "share", "give"])
-def test_a_bug_while_results_are_handed_out_leaves_nobody_waiting(
+def test_an_internal_error_on_delivery_leaves_no_waiter(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoder = make(queue_depth=8, preprocess_workers=1)
@@ -459,7 +461,7 @@ def test_a_bug_while_results_are_handed_out_leaves_nobody_waiting(
     assert where != "keep" or (encoder.cache_stats().errors == 1 and "a result was not kept" in caplog.text)
 
 
-def test_callbacks_of_what_was_found_late_hold_no_cpu(
+def test_callbacks_of_a_hit_found_before_decoding_run_without_the_cpu_permit(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a callback that waits for another encoder could wait for the CPU that it holds itself."""
@@ -486,7 +488,7 @@ def test_callbacks_of_what_was_found_late_hold_no_cpu(
     assert blocker.result(timeout=30)
 
 
-def test_an_image_that_is_given_up_while_it_is_hashed_leaves_no_flight(
+def test_an_image_cancelled_while_hashed_leaves_no_flight(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = make(queue_depth=8, preprocess_workers=1)
@@ -510,7 +512,7 @@ def test_an_image_that_is_given_up_while_it_is_hashed_leaves_no_flight(
     assert (work.decoded, encoder.cache_stats().misses) == (0, 0)
 
 
-def test_a_kept_fault_of_generate_async_keeps_no_results(make: Make, work: Work) -> None:
+def test_a_stored_error_of_generate_async_keeps_no_results_alive(make: Make, work: Work) -> None:
     encoder = make(memory_bytes=0)
     watches: list[weakref.ref[torch.Tensor]] = []
     keep = encoder.submit(png(0)).result(timeout=30)
@@ -543,7 +545,7 @@ def test_a_kept_fault_of_generate_async_keeps_no_results(make: Make, work: Work)
         gc.enable()
 
 
-def test_hits_pass_a_full_queue(make: Make, work: Work) -> None:
+def test_hits_and_followers_bypass_a_full_queue(make: Make, work: Work) -> None:
     encoder = make(queue_depth=1)
     encoder.generate(png())
     work.hold()
@@ -562,7 +564,7 @@ def test_hits_pass_a_full_queue(make: Make, work: Work) -> None:
     nothing_left(encoder)
 
 
-def test_a_leader_that_is_refused_takes_nobody_with_it(make: Make, work: Work) -> None:
+def test_a_refused_leader_does_not_fail_its_followers(make: Make, work: Work) -> None:
     encoder = make(queue_depth=1)
     work.hold()
     running = encoder.submit(png(1))
@@ -583,7 +585,7 @@ def test_a_leader_that_is_refused_takes_nobody_with_it(make: Make, work: Work) -
     nothing_left(encoder)
 
 
-def test_a_cancelled_task_leaves_the_others_alone(make: Make, work: Work) -> None:
+def test_cancelling_one_task_leaves_the_other_waiters(make: Make, work: Work) -> None:
     encoder = make(queue_depth=8)
     work.hold()
 
@@ -605,7 +607,7 @@ def test_a_cancelled_task_leaves_the_others_alone(make: Make, work: Work) -> Non
     nothing_left(encoder)
 
 
-def test_three_rooms_and_eight_callers_of_five_pictures(make: Make, work: Work) -> None:
+def test_rows_stay_right_while_entries_are_evicted(make: Make, work: Work) -> None:
     """D17: what is evicted between having it and using it is still right."""
     one = make().generate(png())[0].tensor.nbytes
     encoder = make(memory_bytes=3 * one, replicas_per_gpu=2)
@@ -634,7 +636,7 @@ def test_three_rooms_and_eight_callers_of_five_pictures(make: Make, work: Work) 
 
 
 @pytest.mark.parametrize("config", [{"memory_bytes": 0}, {"max_entry_bytes": 1}])
-def test_a_cache_that_keeps_nothing_is_no_fault(make: Make, work: Work, config: dict[str, Any]) -> None:
+def test_a_cache_that_stores_nothing_still_encodes(make: Make, work: Work, config: dict[str, Any]) -> None:
     encoder = make(**config)
     for _ in range(2):
         assert encoder.generate(png())[0].metadata.cache == "miss"
@@ -646,7 +648,7 @@ def test_a_cache_that_keeps_nothing_is_no_fault(make: Make, work: Work, config: 
 # --- life --------------------------------------------------------------------------------------------
 
 
-def test_views_outlive_eviction_and_close_and_are_counted(make: Make, work: Work) -> None:
+def test_views_outlive_close_and_are_counted(make: Make, work: Work) -> None:
     gc.collect()
     before = live_cpu_bytes_process()
     encoder = make()
@@ -661,7 +663,7 @@ def test_views_outlive_eviction_and_close_and_are_counted(make: Make, work: Work
     until(lambda: encoder.cache_stats().live_cpu_bytes_process == before)
 
 
-def test_closing_writes_what_is_pending_and_frees_the_directory(
+def test_close_writes_pending_entries_and_unlocks_the_directory(
     make: Make, work: Work, tmp_path: Path
 ) -> None:
     encoder = make(**on_disk(tmp_path / "cache"))
@@ -676,7 +678,7 @@ def test_closing_writes_what_is_pending_and_frees_the_directory(
 
 
 @pytest.mark.parametrize("path", ["file", "file/below"])
-def test_a_cache_that_cannot_be_opened_is_said_at_construction(make: Make, tmp_path: Path, path: str) -> None:
+def test_an_unusable_cache_directory_fails_construction(make: Make, tmp_path: Path, path: str) -> None:
     (tmp_path / "file").write_text("x")
     before = threading.active_count()
     with pytest.raises(CacheError, match="file"):
@@ -684,7 +686,7 @@ def test_a_cache_that_cannot_be_opened_is_said_at_construction(make: Make, tmp_p
     until(lambda: threading.active_count() == before)
 
 
-def test_a_directory_that_lost_its_lock_file_is_still_a_caches(make: Make, tmp_path: Path) -> None:
+def test_a_cache_directory_without_its_lock_file_is_reused(make: Make, tmp_path: Path) -> None:
     """As a cleaner of temporary folders may have it."""
     encoder = make(**on_disk(tmp_path / "cache"))
     encoder.generate(png())
@@ -693,7 +695,7 @@ def test_a_directory_that_lost_its_lock_file_is_still_a_caches(make: Make, tmp_p
     assert make(**on_disk(tmp_path / "cache")).generate(png())[0].metadata.cache == "disk"
 
 
-def test_a_tilde_is_the_home(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_path_expands_a_tilde(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     make(disk_path="~/cache", disk_bytes=64 * MIB)
     assert (tmp_path / "cache").is_dir()
@@ -701,7 +703,7 @@ def test_a_tilde_is_the_home(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
         CacheConfig(disk_path="", disk_bytes=2**31)
 
 
-def test_a_replica_that_fails_to_load_frees_the_directory(
+def test_a_failed_construction_unlocks_the_directory(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as patch:
@@ -745,7 +747,7 @@ def test_a_result_is_freed_with_its_last_reference(make: Make, work: Work) -> No
         gc.enable()
 
 
-def test_leaving_by_an_exception_cancels_those_who_wait(make: Make, work: Work) -> None:
+def test_leaving_by_an_exception_cancels_waiting_jobs(make: Make, work: Work) -> None:
     encoder = make(queue_depth=9)
     work.hold()
     running = encoder.submit(png(9))

@@ -121,7 +121,7 @@ def test_float32_rows_are_the_references(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm53", "kimi_k3", "deepseek41"])
-def test_bfloat16_rows_are_as_near_to_float32_as_the_references_own(family: str) -> None:
+def test_bfloat16_rows_are_as_close_to_float32_as_the_reference_is(family: str) -> None:
     paths, wanted = golden(family)
     with Encoder(GOLDEN / family / "checkpoint", device=GPU) as encoder:
         assert encoder.dtype == torch.bfloat16
@@ -136,7 +136,7 @@ def test_bfloat16_rows_are_as_near_to_float32_as_the_references_own(family: str)
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
 @pytest.mark.parametrize("share_weights", [False, True])
-def test_replicas_and_threads_change_no_bit(
+def test_replicas_and_threads_give_bit_identical_rows(
     glm53_checkpoint: Path, handoff: Handoff, share_weights: bool
 ) -> None:
     images = of_many_sizes(24)
@@ -160,16 +160,14 @@ def test_replicas_and_threads_change_no_bit(
 
 
 @pytest.mark.parametrize("requested", [5, 1, 0, -1, -100])
-def test_the_priority_granted_is_the_requested_one_within_the_devices_range(
-    glm53_checkpoint: Path, requested: int
-) -> None:
+def test_the_priority_is_clamped_to_the_range_of_the_device(glm53_checkpoint: Path, requested: int) -> None:
     lowest, highest = torch.cuda.Stream(GPU).priority_range()
     assert lowest == 0 > highest
     with Encoder(glm53_checkpoint, device=GPU, stream_priority=requested, replicas_per_gpu=2) as encoder:
         assert encoder.stream_priority == min(0, max(requested, highest))
 
 
-def test_a_lane_leaves_the_callers_stream_alone() -> None:
+def test_a_lane_does_not_change_the_callers_stream() -> None:
     before = torch.cuda.current_stream(GPU)
     lane = open_lane(GPU, -1)
     host = torch.arange(250, dtype=torch.uint8)
@@ -216,12 +214,12 @@ def right_on_the_gpu(hold: Hold, handoff: str, late: str, left_out: str = "") ->
 
 @pytest.mark.parametrize("late", ["lane", "consumer"])
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_every_row_is_read_right_whoever_is_late(hold: Hold, handoff: str, late: str) -> None:
+def test_rows_are_correct_when_lane_or_consumer_is_late(hold: Hold, handoff: str, late: str) -> None:
     assert all(right_on_the_gpu(hold, handoff, late))
 
 
 @pytest.mark.parametrize(("handoff", "step"), CONTROLS)
-def test_control_wrong_rows_are_read_when_a_step_is_left_out(hold: Hold, handoff: str, step: str) -> None:
+def test_control_rows_are_wrong_without_one_step(hold: Hold, handoff: str, step: str) -> None:
     # Memory is taken away from a late consumer; everything else is missed when the lane is late.
     late = "consumer" if step == "record_stream" else "lane"
     assert not all(right_on_the_gpu(hold, handoff, late, step))
@@ -246,7 +244,7 @@ def late_lanes(monkeypatch: pytest.MonkeyPatch, hold: Hold) -> None:
 
 @pytest.mark.usefixtures("late_lanes")
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_a_thousand_rounds_with_late_lanes_and_a_late_consumer(
+def test_a_thousand_images_are_correct_with_late_lanes_and_a_late_consumer(
     glm53_checkpoint: Path, hold: Hold, handoff: Handoff
 ) -> None:
     # Of one size, so that staging and memory are used again every time.
@@ -277,9 +275,7 @@ def test_a_thousand_rounds_with_late_lanes_and_a_late_consumer(
 
 @pytest.mark.usefixtures("late_lanes")
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_rows_taken_through_dlpack_are_right_on_the_stream_named(
-    glm53_checkpoint: Path, handoff: Handoff
-) -> None:
+def test_dlpack_rows_are_correct_on_the_requested_stream(glm53_checkpoint: Path, handoff: Handoff) -> None:
     image = noise(140, 140)
     with Encoder(glm53_checkpoint, device=GPU) as encoder:
         wanted = rows_of(encoder.generate(image))[0]
@@ -325,7 +321,7 @@ def seed_of(*names: str) -> int:
     return zlib.crc32(" ".join(names).encode())
 
 
-def test_a_lanes_results_on_the_cpu_are_complete_and_pinned(hold: Hold) -> None:
+def test_a_lanes_cpu_results_are_complete_and_pinned(hold: Hold) -> None:
     lane = CudaLane(GPU, 0)
     at_once, in_the_end = brought_by_the_lane(lane, tower_of(hold, 0.05), seed_of("lane"))
     assert all(at_once + in_the_end)
@@ -333,7 +329,7 @@ def test_a_lanes_results_on_the_cpu_are_complete_and_pinned(hold: Hold) -> None:
         assert lane.download(torch.ones(3, 5, device=GPU)).is_pinned()
 
 
-def test_control_a_lanes_results_on_the_cpu_are_wrong_without_the_wait(hold: Hold) -> None:
+def test_control_a_lanes_cpu_results_are_wrong_without_the_wait(hold: Hold) -> None:
     lane = CudaLane(GPU, 0)
     leave_out("wait", lane, None)
     at_once, _ = brought_by_the_lane(lane, tower_of(hold, 0.05), seed_of("lane", "control"))
@@ -342,7 +338,9 @@ def test_control_a_lanes_results_on_the_cpu_are_wrong_without_the_wait(hold: Hol
 
 @pytest.mark.parametrize("late", ["lane", "transfers"])
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_the_writer_gets_every_row_right_whoever_is_late(hold: Hold, handoff: str, late: str) -> None:
+def test_downloads_for_the_cache_are_correct_when_lane_or_transfers_are_late(
+    hold: Hold, handoff: str, late: str
+) -> None:
     transfers = LateTransfers(handoff, hold, 0.05 if late == "transfers" else 0)
     lane, consumer = CudaLane(GPU, 0), torch.cuda.Stream(GPU)
     tower = tower_of(hold, 0.05 if late == "lane" else 0)
@@ -352,7 +350,7 @@ def test_the_writer_gets_every_row_right_whoever_is_late(hold: Hold, handoff: st
 
 
 @pytest.mark.parametrize(("handoff", "step"), DOWNLOAD_CONTROLS)
-def test_control_the_writer_gets_wrong_rows_when_a_step_is_left_out(
+def test_control_downloads_for_the_cache_are_wrong_without_one_step(
     hold: Hold, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
 ) -> None:
     late = "transfers" if step == "synchronize" else "lane"
@@ -368,14 +366,14 @@ def test_control_the_writer_gets_wrong_rows_when_a_step_is_left_out(
 
 @pytest.mark.parametrize("late", ["transfers", "consumer"])
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_every_hit_is_read_right_whoever_is_late(hold: Hold, handoff: str, late: str) -> None:
+def test_hits_are_correct_when_transfers_or_consumer_are_late(hold: Hold, handoff: str, late: str) -> None:
     transfers = LateTransfers(handoff, hold, 0.05 if late == "transfers" else 0)
     read = read_of(hold, 0.05 if late == "consumer" else 0)
     assert all(right_on_hits(transfers, torch.cuda.Stream(GPU), read, seed_of("hits", handoff, late)))
 
 
 @pytest.mark.parametrize(("handoff", "step"), UPLOAD_CONTROLS)
-def test_control_wrong_hits_are_read_when_a_step_is_left_out(
+def test_control_hits_are_wrong_without_one_step(
     hold: Hold, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
 ) -> None:
     late = "consumer" if step == "record_stream" else "transfers"
@@ -435,9 +433,7 @@ def test_results_on_the_cpu_are_pinned_and_shared(glm53_checkpoint: Path) -> Non
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_hits_on_the_device_are_ordinary_tensors_of_the_callers_own(
-    glm53_checkpoint: Path, handoff: Handoff
-) -> None:
+def test_hits_on_the_device_are_ordinary_tensors_and_copies(glm53_checkpoint: Path, handoff: Handoff) -> None:
     image = noise(140, 140)
     with Encoder(glm53_checkpoint, device=GPU, handoff=handoff, cache=cache_of("device")) as encoder:
         wanted = rows_of(encoder.generate(image))[0]
@@ -455,7 +451,9 @@ def test_hits_on_the_device_are_ordinary_tensors_of_the_callers_own(
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("handoff", HANDOFFS)
 @pytest.mark.parametrize("cached", [False, True])
-def test_nothing_waits_for_the_whole_device(glm53_checkpoint: Path, handoff: Handoff, cached: bool) -> None:
+def test_no_call_synchronizes_the_whole_device(
+    glm53_checkpoint: Path, handoff: Handoff, cached: bool
+) -> None:
     images = of_many_sizes(12)
     settings: dict[str, Any] = {"handoff": handoff, "cache": cache_of("device") if cached else None}
     with Encoder(glm53_checkpoint, device=GPU, replicas_per_gpu=2, **settings) as encoder:
@@ -513,7 +511,7 @@ def test_encoding_goes_on_while_another_thread_captures_a_graph(glm53_checkpoint
         assert captured.result(timeout=60).eq(7).all()
 
 
-def test_the_callers_state_is_left_alone(glm53_checkpoint: Path) -> None:
+def test_the_callers_device_stream_and_dtype_are_unchanged(glm53_checkpoint: Path) -> None:
     side = torch.cuda.Stream(GPU)
 
     def state() -> tuple[object, ...]:
@@ -619,7 +617,7 @@ print("one")
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_no_device_but_its_own_is_initialised(glm53_checkpoint: Path, cached: bool) -> None:
+def test_no_other_device_is_initialized(glm53_checkpoint: Path, cached: bool) -> None:
     # Says most where there are several.
     code, output, errors = outcome_of(ONLY_ONE_DEVICE, glm53_checkpoint, str(cached))
     assert (code, output) == (0, "one"), errors
@@ -670,9 +668,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_failed_assertion_on_the_device_is_told_to_everyone_at_once(
-    glm53_checkpoint: Path, replicas: int
-) -> None:
+def test_a_failed_device_assertion_fails_every_job_at_once(glm53_checkpoint: Path, replicas: int) -> None:
     code, output, errors = outcome_of(SPOILT_CONTEXT, glm53_checkpoint, str(replicas))
     assert code == 0, errors
     assert output.splitlines()[-1:] == ["told"], errors
@@ -691,7 +687,7 @@ waiting = [encoder.submit(image) for image in images]
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_a_process_ends_quietly_with_an_open_encoder(glm53_checkpoint: Path, handoff: str) -> None:
+def test_a_process_with_an_open_encoder_exits_without_output(glm53_checkpoint: Path, handoff: str) -> None:
     assert outcome_of(LEFT_OPEN, glm53_checkpoint, handoff) == (0, "", "")
 
 
@@ -727,6 +723,6 @@ print("unharmed")
 """
 
 
-def test_a_forked_child_is_told_and_its_parent_goes_on(glm53_checkpoint: Path) -> None:
+def test_a_forked_child_gets_an_error_and_its_parent_goes_on(glm53_checkpoint: Path) -> None:
     code, output, errors = outcome_of(FORKED, glm53_checkpoint)
     assert (code, output) == (0, "unharmed"), errors

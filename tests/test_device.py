@@ -49,7 +49,7 @@ from .helpers.handoff import (
 GPU = torch.device("cuda:0")
 
 
-def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_device_accepts_cpu_and_cuda_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert parse_device("cpu") == torch.device("cpu")
     assert parse_device("cuda") == torch.device("cuda:0")
@@ -83,7 +83,7 @@ def test_the_cpu_lane_copies_nothing_and_waits_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("handoff", ["host", "stream"])
-def test_on_the_cpu_cached_rows_are_there_already(handoff: str) -> None:
+def test_cpu_transfers_return_the_same_rows(handoff: str) -> None:
     transfers = open_transfers(torch.device("cpu"), handoff)
     assert isinstance(transfers, CpuTransfers)
     result = result_of(torch.zeros(2, 3))
@@ -91,7 +91,9 @@ def test_on_the_cpu_cached_rows_are_there_already(handoff: str) -> None:
     assert transfers.upload(result, None) is result
 
 
-def test_what_may_change_the_bits_of_a_result_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_may_change_the_bits_of_a_result_is_described(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     cpu = torch.device("cpu")
@@ -280,21 +282,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_every_row_is_read_right_from_memory_that_is_used_again(gpu: Gpu, handoff: str) -> None:
+def test_rows_are_correct_in_reused_memory(gpu: Gpu, handoff: str) -> None:
     lane = CudaLane(GPU, 0)
     assert all(right(lane, Stream(), handoff, gpu.tower, gpu.read))
     assert gpu.blocks <= 6  # and not two a picture
 
 
 @pytest.mark.parametrize(("handoff", "step"), CONTROLS)
-def test_control_wrong_rows_are_read_when_a_step_is_left_out(gpu: Gpu, handoff: str, step: str) -> None:
+def test_control_rows_are_wrong_without_one_step(gpu: Gpu, handoff: str, step: str) -> None:
     lane, consumer = CudaLane(GPU, 0), Stream()
     leave_out(step, lane, consumer)
     assert not all(right(lane, consumer, handoff, gpu.tower, gpu.read))
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_the_lane_waits_for_no_work_but_its_own(gpu: Gpu, handoff: str) -> None:
+def test_the_lane_waits_only_for_its_own_work(gpu: Gpu, handoff: str) -> None:
     lane, consumer, other = CudaLane(GPU, 0), Stream(), Stream(GPU)
     other.work.append(refuse)
     right(lane, consumer, handoff, gpu.tower, gpu.read)
@@ -339,14 +341,14 @@ def test_device_and_stream_are_current_only_inside_the_lane(gpu: Gpu) -> None:
     assert gpu.current == outside
 
 
-def test_the_consumer_is_the_stream_that_is_current_for_the_caller(gpu: Gpu) -> None:
+def test_the_consumer_is_the_callers_current_stream(gpu: Gpu) -> None:
     side = Stream()
     assert consumer_stream(GPU) is gpu.default
     with gpu.entered(side):
         assert consumer_stream(GPU) is side
 
 
-def test_staging_grows_at_least_twofold_and_serves_smaller_uploads(gpu: Gpu) -> None:
+def test_the_staging_buffer_at_least_doubles_and_serves_smaller_uploads(gpu: Gpu) -> None:
     lane = CudaLane(GPU, 0)
     uploads: list[tuple[Any, torch.Tensor]] = []
     with lane.entered():
@@ -361,14 +363,14 @@ def test_staging_grows_at_least_twofold_and_serves_smaller_uploads(gpu: Gpu) -> 
 # --- results on the way to the host and back (tests/test_cuda.py runs the same on a GPU) ---------------
 
 
-def test_a_lanes_results_on_the_cpu_are_complete_and_pinned_and_their_own(gpu: Gpu) -> None:
+def test_a_lanes_cpu_results_are_complete_pinned_and_separate(gpu: Gpu) -> None:
     at_once, in_the_end = brought_by_the_lane(CudaLane(GPU, 0), gpu.tower)
     assert all(at_once + in_the_end)
     assert gpu.pinned[1:] == [torch.Size([256, 588])] * 12  # after the buffer for uploads
     assert gpu.blocks == 2
 
 
-def test_control_a_lanes_results_on_the_cpu_are_wrong_without_the_wait(gpu: Gpu) -> None:
+def test_control_a_lanes_cpu_results_are_wrong_without_the_wait(gpu: Gpu) -> None:
     lane = CudaLane(GPU, 0)
     leave_out("wait", lane, None)
     at_once, _ = brought_by_the_lane(lane, gpu.tower)
@@ -376,7 +378,7 @@ def test_control_a_lanes_results_on_the_cpu_are_wrong_without_the_wait(gpu: Gpu)
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_the_writer_gets_every_row_right_from_memory_that_is_used_again(gpu: Gpu, handoff: str) -> None:
+def test_downloads_for_the_cache_are_correct_from_reused_memory(gpu: Gpu, handoff: str) -> None:
     transfers, lane, consumer = CudaTransfers(GPU, handoff), CudaLane(GPU, 0), Stream()
     at_once, in_the_end = brought_by_the_writer(transfers, lane, consumer, handoff, gpu.tower)
     assert all(at_once + in_the_end)
@@ -385,7 +387,7 @@ def test_the_writer_gets_every_row_right_from_memory_that_is_used_again(gpu: Gpu
 
 
 @pytest.mark.parametrize(("handoff", "step"), DOWNLOAD_CONTROLS)
-def test_control_the_writer_gets_wrong_rows_when_a_step_is_left_out(
+def test_control_downloads_for_the_cache_are_wrong_without_one_step(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
 ) -> None:
     transfers, lane, consumer = CudaTransfers(GPU, handoff), CudaLane(GPU, 0), Stream()
@@ -407,14 +409,14 @@ def read_in(gpu: Gpu, transfers: CudaTransfers, late: str) -> Callable[[Any, Any
 
 @pytest.mark.parametrize("late", ["transfers", "consumer"])
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_every_hit_is_read_right_whoever_is_late(gpu: Gpu, handoff: str, late: str) -> None:
+def test_hits_are_correct_when_transfers_or_consumer_are_late(gpu: Gpu, handoff: str, late: str) -> None:
     transfers = CudaTransfers(GPU, handoff)
     assert all(right_on_hits(transfers, Stream(), read_in(gpu, transfers, late)))
     assert gpu.blocks <= 4  # as many as the consumer has not read yet
 
 
 @pytest.mark.parametrize(("handoff", "step"), UPLOAD_CONTROLS)
-def test_control_wrong_hits_are_read_when_a_step_is_left_out(
+def test_control_hits_are_wrong_without_one_step(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
 ) -> None:
     transfers, consumer = CudaTransfers(GPU, handoff), Stream()
@@ -423,7 +425,7 @@ def test_control_wrong_hits_are_read_when_a_step_is_left_out(
     assert not all(right_on_hits(transfers, consumer, read_in(gpu, transfers, late)))
 
 
-def test_a_hit_by_the_host_is_complete_and_one_by_the_stream_when_the_consumer_gets_there(gpu: Gpu) -> None:
+def test_the_host_hand_off_completes_a_hit_and_the_stream_hand_off_makes_the_consumer_wait(gpu: Gpu) -> None:
     for handoff, done in (("host", 1), ("stream", 0)):
         transfers, consumer = CudaTransfers(GPU, handoff), Stream()
         side: Any = transfers._up
@@ -437,7 +439,7 @@ def test_a_hit_by_the_host_is_complete_and_one_by_the_stream_when_the_consumer_g
 
 
 @pytest.mark.parametrize("left_out", ["", "wait_event", "record_stream"])
-def test_a_follower_reads_on_a_stream_of_its_own(
+def test_a_follower_reads_correct_rows_on_another_stream(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, left_out: str
 ) -> None:
     """Rows that were handed over to one stream, read on another; each step left out is a control."""
@@ -465,7 +467,7 @@ def test_a_follower_reads_on_a_stream_of_its_own(
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_transfers_wait_for_no_work_but_their_own(gpu: Gpu, handoff: str) -> None:
+def test_transfers_wait_only_for_their_own_work(gpu: Gpu, handoff: str) -> None:
     transfers, lane, consumer, other = CudaTransfers(GPU, handoff), CudaLane(GPU, 0), Stream(), Stream(GPU)
     other.work.append(refuse)
     brought_by_the_writer(transfers, lane, consumer, handoff, gpu.tower)
@@ -474,7 +476,7 @@ def test_transfers_wait_for_no_work_but_their_own(gpu: Gpu, handoff: str) -> Non
     assert gpu.current == [gpu.default]
 
 
-def test_rows_that_the_host_has_waited_for_are_kept_without_waiting_for_their_consumer(gpu: Gpu) -> None:
+def test_rows_of_the_host_hand_off_are_downloaded_without_waiting_for_their_consumer(gpu: Gpu) -> None:
     transfers, lane, busy = CudaTransfers(GPU, "host"), CudaLane(GPU, 0), Stream()
     picture = pictures(0)[0]
     with lane.entered():
@@ -486,7 +488,7 @@ def test_rows_that_the_host_has_waited_for_are_kept_without_waiting_for_their_co
 
 
 @pytest.mark.parametrize("streams", [2, 1])
-def test_a_hit_does_not_wait_for_somebody_elses_stream(
+def test_a_hit_does_not_wait_for_another_callers_stream(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, streams: int
 ) -> None:
     transfers, lane, busy, consumer = CudaTransfers(GPU, "stream"), CudaLane(GPU, 0), Stream(), Stream()
@@ -512,7 +514,7 @@ def test_a_hit_does_not_wait_for_somebody_elses_stream(
 # --- after a failed job ------------------------------------------------------------------------------
 
 
-def test_settling_lets_nothing_of_a_failed_job_run_on(gpu: Gpu) -> None:
+def test_drain_waits_for_all_work_of_a_failed_job(gpu: Gpu) -> None:
     lane = CudaLane(GPU, 0)
     with lane.entered():
         gpu.tower(lane.upload(pictures(0)[0]))
@@ -522,7 +524,7 @@ def test_settling_lets_nothing_of_a_failed_job_run_on(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("call", ["record", "synchronize"])
 @pytest.mark.parametrize(("reports", "usable"), [(1, True), (10**6, False)])
-def test_an_error_is_reported_once_unless_the_context_is_spoilt(
+def test_drain_survives_one_error_and_reports_a_lost_context(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, call: str, reports: int, usable: bool
 ) -> None:
     lane, left = CudaLane(GPU, 0), [reports]

@@ -139,9 +139,9 @@ def friendly() -> str:
     return outcome("friendly")
 
 
-def test_a_friendly_host_is_left_as_it_was(friendly: str) -> None:
+def test_the_default_state_of_a_process_is_unchanged(friendly: str) -> None:
     assert len(friendly.split()) == 1  # the digest, and no name of what was changed
 
 
-def test_a_hostile_host_gets_the_same_bits_and_is_left_as_it_was(friendly: str) -> None:
+def test_unusual_process_state_gives_the_same_bits_and_is_unchanged(friendly: str) -> None:
     assert outcome("hostile") == friendly

@@ -85,12 +85,12 @@ def test_an_upward_import_is_seen(tmp_path: Path, place: str, line: str) -> None
     assert upward(tmp_path) != []
 
 
-def test_every_part_has_its_layer() -> None:
+def test_every_part_has_a_layer() -> None:
     parts = {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in PACKAGE.rglob("*.py")}
     assert parts == set(RANK)
 
 
-def test_a_family_is_small_and_none_is_asked_for_elsewhere() -> None:
+def test_families_are_under_250_lines_and_named_only_in_families() -> None:
     for path in PACKAGE.rglob("*.py"):
         lines = path.read_text().splitlines()
         if path.parent.name == "families":

@@ -149,7 +149,9 @@ class Caller:
         asyncio.run(main())
 
 
-def test_everyone_gets_their_own_rows_and_nothing_is_left(glm53_checkpoint: Path, tmp_path: Path) -> None:
+def test_concurrent_callers_get_their_own_rows_and_nothing_is_left(
+    glm53_checkpoint: Path, tmp_path: Path
+) -> None:
     chance = random.Random(5)
     items = sequential(glm53_checkpoint, tmp_path, chance)
     work = [chance.choice(items) for _ in range(IMAGES)]
@@ -243,6 +245,8 @@ def peak(checkpoint: Path, way: str) -> int:
 
 
 @pytest.mark.parametrize("way", ["submit", "control"])
-def test_peak_memory_follows_the_bounds_and_not_the_callers(glm53_checkpoint: Path, way: str) -> None:
+def test_peak_memory_follows_the_bounds_and_not_the_number_of_callers(
+    glm53_checkpoint: Path, way: str
+) -> None:
     within = peak(glm53_checkpoint, way) < (DEPTH + WORKERS) * PICTURE + 64 * 1024**2
     assert within == (way == "submit")

@@ -82,7 +82,7 @@ def test_a_copy_of_the_folder_passes_on_the_cpu_and_names_what_it_skips(tmp_path
     assert not list(tmp_path.rglob(".pytest_cache"))
 
 
-def test_a_checkpoint_brings_no_settings_and_fixtures_from_around_it(glm53_checkpoint: Path) -> None:
+def test_settings_and_fixtures_beside_a_checkpoint_are_ignored(glm53_checkpoint: Path) -> None:
     done = run("-m", "pytest", "smoke", "--checkpoint", glm53_checkpoint, "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^rootdir: .*smoke\nconfigfile: pytest.ini$", done.stdout, re.MULTILINE)
@@ -122,7 +122,7 @@ def test_an_engine_is_imported_first(tmp_path: Path, body: str) -> None:
         assert "--import-engine vllm: it cannot be imported here (SystemExit: no GPU here)" in done.stderr
 
 
-def test_a_device_that_is_not_there_fails_the_run() -> None:
+def test_a_missing_device_fails_the_run() -> None:
     done = run("-m", "pytest", "smoke", "--device", "cuda:99")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--device cuda:99: Torch sees" in done.stderr

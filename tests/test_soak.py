@@ -116,7 +116,7 @@ def test_memory_does_not_grow_with_the_number_of_images(
     assert grown < KIB_AN_IMAGE
 
 
-def test_memory_does_not_grow_with_the_number_of_pictures_that_a_cache_has_seen(
+def test_memory_does_not_grow_with_the_number_of_images_cached(
     glm53_checkpoint: Path, tmp_path: Path
 ) -> None:
     count = 1000 * SCALE
@@ -125,5 +125,5 @@ def test_memory_does_not_grow_with_the_number_of_pictures_that_a_cache_has_seen(
     assert grown < KIB_AN_IMAGE
 
 
-def test_a_leak_of_four_kib_an_image_is_seen(glm53_checkpoint: Path, good: list[Path]) -> None:
+def test_a_leak_of_four_kib_per_image_is_detected(glm53_checkpoint: Path, good: list[Path]) -> None:
     assert slope(glm53_checkpoint, good, 300, leak=4096) > 2 * KIB_AN_IMAGE

@@ -40,7 +40,7 @@ from ..helpers.threads import library_threads
         ({"share_weights": 5}, TypeError, "share_weights must be a bool, got int"),
     ],
 )
-def test_impossible_arguments_raise_before_anything_starts(
+def test_invalid_arguments_raise_before_any_thread_starts(
     glm53_checkpoint: Path, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -48,14 +48,14 @@ def test_impossible_arguments_raise_before_anything_starts(
     assert library_threads() == []
 
 
-def test_impossible_arguments_of_calls_raise(encoder: Encoder) -> None:
+def test_invalid_call_arguments_raise(encoder: Encoder) -> None:
     with pytest.raises(TypeError, match="image_options must be an ImageOptions, got dict"):
         encoder.submit(png(10, 10), image_options={})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected_tokens must be an int, got str"):
         encoder.submit(png(10, 10), expected_tokens="16")  # type: ignore[arg-type]
 
 
-def test_attributes_and_one_log_line_a_replica(
+def test_attributes_and_one_log_line_per_replica(
     glm53_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (

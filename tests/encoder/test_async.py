@@ -110,7 +110,7 @@ def turned() -> bytes:
     return saved(noise(90, 40), "PNG", exif=exif)
 
 
-def test_options_and_expected_tokens_count(encoder: Encoder) -> None:
+def test_image_options_and_expected_tokens_apply(encoder: Encoder) -> None:
     rows = encoder.generate(GOOD)[0].metadata.length
     stored = ImageOptions(exif_orientation=False)
 
@@ -167,7 +167,7 @@ def test_errors_are_those_of_encode_image(encoder: Encoder, image: Any) -> None:
     assert str(raised.value) == str(wanted.value)
 
 
-def test_a_wrong_plan_is_told_before_the_tower_runs(
+def test_a_plan_mismatch_raises_before_the_tower_runs(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GlmTower, "forward", lambda *_: pytest.fail("the tower ran"))
@@ -194,7 +194,7 @@ class Faulty:
 
 
 @threads
-def test_a_fault_is_told_once_nothing_of_the_call_runs(
+def test_a_failed_call_raises_after_its_preparation_has_stopped(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=8, preprocess_workers=2) as encoder:
@@ -211,7 +211,7 @@ def test_a_fault_is_told_once_nothing_of_the_call_runs(
 
 
 @threads
-def test_cancelled_while_it_waits_to_tell_a_fault(
+def test_a_failed_call_can_be_cancelled_while_its_preparation_stops(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=8, preprocess_workers=2) as encoder:
@@ -253,7 +253,9 @@ OBSTACLES = ("tower", "slots", "bytes", "opening")
 
 @threads
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_the_loop_goes_on(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str) -> None:
+def test_the_event_loop_is_never_blocked(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
     held = (Glm53, "open") if obstacle == "opening" else (GlmTower, "forward")
     settings = {"slots": {"queue_depth": 1}, "bytes": {"queue_bytes": 1}}.get(obstacle, {})
     with cpu_encoder(glm53_checkpoint, **settings) as encoder, Hold(monkeypatch, *held) as hold:
@@ -281,7 +283,7 @@ def test_the_loop_goes_on(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @threads
-def test_generate_would_stop_the_loop(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_control_generate_blocks_the_event_loop(glm53_checkpoint: Path, towers: Hold) -> None:
     # The control of the test above: here the ticks do stop.
     with cpu_encoder(glm53_checkpoint) as encoder:
         counted: list[int] = []
@@ -307,7 +309,7 @@ def test_generate_would_stop_the_loop(glm53_checkpoint: Path, towers: Hold) -> N
 
 
 @threads
-def test_no_thread_per_call(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_calls_start_no_threads(glm53_checkpoint: Path, towers: Hold) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=3) as encoder, towers:
 
         async def main() -> None:
@@ -329,7 +331,7 @@ def test_no_thread_per_call(glm53_checkpoint: Path, towers: Hold) -> None:
 
 
 @threads
-def test_threads_and_loops_stand_in_one_line(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_threads_and_event_loops_share_one_fifo_queue(glm53_checkpoint: Path, towers: Hold) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=1, preprocess_workers=1) as encoder, towers:
         served: list[int] = []
 
@@ -406,7 +408,7 @@ def test_a_full_queue_refuses_in_time(glm53_checkpoint: Path, towers: Hold, time
 
 @threads
 @pytest.mark.parametrize("far", [1e8, float("inf")])
-def test_endless_timeouts_and_deadlines_wait(glm53_checkpoint: Path, towers: Hold, far: float) -> None:
+def test_very_long_timeouts_and_deadlines_wait(glm53_checkpoint: Path, towers: Hold, far: float) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=1) as encoder, towers:
 
         async def main() -> None:
@@ -422,7 +424,7 @@ def test_endless_timeouts_and_deadlines_wait(glm53_checkpoint: Path, towers: Hol
 
 @threads
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_closed_in_the_moment_that_the_timeout_passes(
+def test_closing_while_the_timeout_passes_raises_encoder_closed(
     glm53_checkpoint: Path, towers: Hold, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     encoder = cpu_encoder(glm53_checkpoint, queue_depth=1)
@@ -472,7 +474,7 @@ class Clock:
 
 @threads
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_deadline_is_held_to_at_every_stage(
+def test_a_deadline_applies_at_every_stage(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
@@ -562,7 +564,7 @@ VARIABLE = contextvars.ContextVar("VARIABLE", default="nobody's")
 
 
 @threads
-def test_context_variables_stay_the_tasks_own(glm53_checkpoint: Path) -> None:
+def test_context_variables_do_not_leak_between_tasks(glm53_checkpoint: Path) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=1) as encoder:
 
         async def call(name: str) -> None:
@@ -630,7 +632,7 @@ def test_two_encoders_share_a_loop(glm53_checkpoint: Path) -> None:
 # --- loops that come to an end -----------------------------------------------------------------------
 
 
-def test_a_loop_is_closed_with_calls_in_flight(glm53_checkpoint: Path) -> None:
+def test_closing_a_loop_with_calls_in_flight_releases_them(glm53_checkpoint: Path) -> None:
     # asyncio says of every task that it was destroyed, and that is the host's doing. Nothing else is said.
     program = """
         warnings.simplefilter("error")
@@ -663,7 +665,7 @@ def test_a_loop_is_closed_with_calls_in_flight(glm53_checkpoint: Path) -> None:
     assert outcome_of(program, glm53_checkpoint, "-X", "dev") == (0, "", "")
 
 
-def test_a_run_ends_by_an_exception_with_calls_in_flight(glm53_checkpoint: Path) -> None:
+def test_an_exception_out_of_asyncio_run_cancels_calls_in_flight(glm53_checkpoint: Path) -> None:
     program = """
         warnings.simplefilter("error")
         hold()
@@ -690,7 +692,7 @@ def test_a_run_ends_by_an_exception_with_calls_in_flight(glm53_checkpoint: Path)
     assert outcome_of(program, glm53_checkpoint, "-X", "dev") == (0, "", "")
 
 
-def test_a_task_is_collected_inside_a_lock_of_the_engine(glm53_checkpoint: Path) -> None:
+def test_a_task_can_be_collected_while_the_engine_holds_a_lock(glm53_checkpoint: Path) -> None:
     # Its loop is gone, its first image is done and its last ones wait, so its end cancels those.
     program = """
         import weakref
@@ -739,7 +741,7 @@ def test_a_task_is_collected_inside_a_lock_of_the_engine(glm53_checkpoint: Path)
     assert outcome_of(program, glm53_checkpoint) == (0, "", "")
 
 
-def test_close_on_the_loop_waits_for_no_turn_of_the_loop(glm53_checkpoint: Path) -> None:
+def test_close_on_the_loop_does_not_need_the_loop_to_run(glm53_checkpoint: Path) -> None:
     program = """
         hold()
 
@@ -761,7 +763,7 @@ def test_close_on_the_loop_waits_for_no_turn_of_the_loop(glm53_checkpoint: Path)
 
 
 @threads
-def test_a_slot_does_not_wait_for_a_loop_that_is_busy(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_a_free_slot_is_used_while_the_loop_is_busy(glm53_checkpoint: Path, towers: Hold) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=1) as encoder, towers:
         running = encoder.submit(GOOD)
         towers.wait()
@@ -789,7 +791,7 @@ def test_a_slot_does_not_wait_for_a_loop_that_is_busy(glm53_checkpoint: Path, to
 
 
 @threads
-def test_leaving_the_block_finishes_what_was_accepted(glm53_checkpoint: Path) -> None:
+def test_leaving_the_block_finishes_accepted_calls(glm53_checkpoint: Path) -> None:
     async def main() -> None:
         async with cpu_encoder(glm53_checkpoint, queue_depth=9) as encoder:
             calls = [asyncio.create_task(encoder.generate_async(image)) for image in mixed(6)]
@@ -801,7 +803,7 @@ def test_leaving_the_block_finishes_what_was_accepted(glm53_checkpoint: Path) ->
 
 
 @threads
-def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_leaving_the_block_by_an_exception_cancels_waiting_jobs(glm53_checkpoint: Path, towers: Hold) -> None:
     async def main() -> None:
         encoder = cpu_encoder(glm53_checkpoint, queue_depth=3)
         calls: list[asyncio.Task[list[ImageResult]]] = []
@@ -829,7 +831,7 @@ def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: 
 
 
 @threads
-def test_close_async_refuses_who_stands_in_line_and_the_loop_goes_on(
+def test_close_async_refuses_waiting_callers_and_does_not_block_the_loop(
     glm53_checkpoint: Path, towers: Hold
 ) -> None:
     async def main() -> None:
@@ -896,7 +898,7 @@ def test_cancelling_close_async_does_not_stop_the_closing(glm53_checkpoint: Path
 
 
 @threads
-def test_calls_after_the_end_are_refused(glm53_checkpoint: Path) -> None:
+def test_calls_after_close_are_refused(glm53_checkpoint: Path) -> None:
     async def main() -> None:
         encoder = cpu_encoder(glm53_checkpoint)
         await encoder.close_async()
@@ -915,7 +917,7 @@ def test_calls_after_the_end_are_refused(glm53_checkpoint: Path) -> None:
 
 
 @threads
-def test_a_finished_call_keeps_nothing(encoder: Encoder) -> None:
+def test_a_finished_call_leaves_no_future_and_no_job(encoder: Encoder) -> None:
     # Whatever an engine's thread told the loop: no future and no job is left in a cycle with it.
     def kept() -> int:
         return sum(type(thing) in (Future, Job) for thing in gc.get_objects())

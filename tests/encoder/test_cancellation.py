@@ -56,7 +56,9 @@ def nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @threads
 @pytest.mark.parametrize("stage", HELD)
-def test_cancelled_at_a_stage(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+def test_cancelling_at_every_stage_before_running(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
         outcomes: list[Future[ImageResult]] = []
         future = scene.encoder.submit(scene.victim)
@@ -80,7 +82,7 @@ def test_cancelled_at_a_stage(glm53_checkpoint: Path, monkeypatch: pytest.Monkey
 
 @threads
 @pytest.mark.parametrize("stage", [stage for stage in HELD if stage != "running"])
-def test_whoever_waits_for_a_cancelled_image_is_released(
+def test_cancelling_an_image_wakes_every_waiter_of_its_future(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
@@ -115,7 +117,9 @@ def test_whoever_waits_for_a_cancelled_image_is_released(
 
 
 @threads
-def test_without_being_told_they_would_wait(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_waiters_block_without_the_notification(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The control of the test above.
     with Scene("queued", glm53_checkpoint, monkeypatch) as scene:
         future = scene.encoder.submit(scene.victim)
@@ -127,10 +131,10 @@ def test_without_being_told_they_would_wait(glm53_checkpoint: Path, monkeypatch:
 
 @threads
 @pytest.mark.parametrize("stage", HELD)
-def test_without_giving_back_room_would_be_lost(
+def test_control_slots_and_bytes_leak_without_release(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    # The control of test_cancelled_at_a_stage: what it looks at does show a leak.
+    # The control of test_cancelling_at_every_stage_before_running: what it looks at does show a leak.
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
         future = scene.encoder.submit(scene.victim)
         kept: list[Job] = []
@@ -148,7 +152,7 @@ def test_without_giving_back_room_would_be_lost(
 
 
 @threads
-def test_cancelling_what_is_done_changes_nothing(encoder: Encoder) -> None:
+def test_cancelling_a_finished_future_changes_nothing(encoder: Encoder) -> None:
     good, bad = encoder.submit(png()), encoder.submit(b"nothing")
     result = good.result(timeout=30)
     assert not good.cancel()
@@ -160,7 +164,7 @@ def test_cancelling_what_is_done_changes_nothing(encoder: Encoder) -> None:
 
 
 @threads
-def test_cancelled_from_a_callback_of_another(
+def test_a_callback_of_one_future_can_cancel_others(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -179,7 +183,9 @@ def test_cancelled_from_a_callback_of_another(
 
 
 @threads
-def test_cancelled_while_its_caller_opens_it(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_by_an_exception_cancels_an_image_that_is_being_opened(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The caller has no future yet; who leaves the encoder by an exception cancels it all the same.
     image = png()
     encoder = Encoder(glm53_checkpoint, device="cpu")
@@ -204,7 +210,7 @@ def test_cancelled_while_its_caller_opens_it(glm53_checkpoint: Path, monkeypatch
 
 @threads
 @pytest.mark.parametrize("stage", ["decoding", "patches"])
-def test_cancelled_while_the_engine_lets_go_of_it(
+def test_cancelling_while_the_engine_releases_the_job(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     # The future is cancelled, and before its callbacks run the thread that has the job is done with it.
@@ -228,7 +234,7 @@ def test_cancelled_while_the_engine_lets_go_of_it(
 
 @threads
 @pytest.mark.parametrize("call", ["generate", "encode_image", "generate_async", "encode_image_async"])
-def test_a_caller_that_waits_is_told_that_the_encoder_was_left(
+def test_a_waiting_caller_gets_encoder_closed_when_the_block_is_left(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu")
@@ -341,7 +347,7 @@ def test_random_cancellations_under_load(glm53_checkpoint: Path) -> None:
 
 
 @threads
-def test_cancelling_the_deadline_and_the_end_race_and_one_of_them_wins(glm53_checkpoint: Path) -> None:
+def test_exactly_one_of_cancel_deadline_and_result_wins(glm53_checkpoint: Path) -> None:
     with Encoder(glm53_checkpoint, device="cpu", queue_depth=4) as encoder:
         wanted = encoder.generate(png())[0]
         chance = random.Random(5)
@@ -374,7 +380,7 @@ def test_cancelling_the_deadline_and_the_end_race_and_one_of_them_wins(glm53_che
 
 
 @threads
-def test_cancelling_and_closing_race(glm53_checkpoint: Path) -> None:
+def test_cancelling_and_closing_at_once_leaves_nothing(glm53_checkpoint: Path) -> None:
     chance = random.Random(6)
     for round_ in range(10):
         encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=4)
@@ -421,7 +427,7 @@ def poisoned(good: list[bytes], places: tuple[int, ...]) -> list[bytes]:
 
 @threads
 @pytest.mark.parametrize("places", PLACES)
-def test_only_the_poison_fails(glm53_checkpoint: Path, places: tuple[int, ...]) -> None:
+def test_one_bad_image_fails_only_itself(glm53_checkpoint: Path, places: tuple[int, ...]) -> None:
     good = mixed(7)
     images = poisoned(good, places)
     where = "|".join(map(str, places))

@@ -83,7 +83,7 @@ def leave_by_an_exception(encoder: Encoder, towers: Hold) -> None:
         interrupted()
 
 
-def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_leaving_the_block_by_an_exception_cancels_waiting_jobs(glm53_checkpoint: Path, towers: Hold) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=9)
     running = encoder.submit(png(20, 20))
     towers.wait()
@@ -95,9 +95,7 @@ def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: 
     assert in_flight(encoder) == (0, 0, 0, 0)
 
 
-def test_generate_in_another_thread_is_told_that_the_encoder_was_closed(
-    glm53_checkpoint: Path, towers: Hold
-) -> None:
+def test_generate_in_another_thread_gets_encoder_closed(glm53_checkpoint: Path, towers: Hold) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=9)
     told = threading.Semaphore(0)
 
@@ -116,7 +114,9 @@ def test_generate_in_another_thread_is_told_that_the_encoder_was_closed(
     assert told.acquire(timeout=30)
 
 
-def test_leaving_by_an_exception_admits_nobody_from_the_line(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_leaving_the_block_by_an_exception_refuses_waiting_callers(
+    glm53_checkpoint: Path, towers: Hold
+) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=1)
     running, waiting = encoder.submit(png(20, 20)), None
     towers.wait()
@@ -191,7 +191,7 @@ def test_close_waits_in_every_thread_that_calls_it(glm53_checkpoint: Path, tower
 
 
 @pytest.mark.threads
-def test_closing_a_full_queue_refuses_who_waits_and_finishes_the_rest(
+def test_closing_a_full_queue_refuses_waiting_callers_and_finishes_accepted_jobs(
     glm53_checkpoint: Path, towers: Hold
 ) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=2)

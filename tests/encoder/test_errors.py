@@ -31,7 +31,7 @@ from ..helpers.images import mixed, png
 from ..helpers.waiting import in_flight
 
 
-def test_a_bad_image_is_named_by_its_index_and_the_encoder_goes_on(encoder: Encoder) -> None:
+def test_a_bad_image_is_reported_by_its_index_and_the_encoder_goes_on(encoder: Encoder) -> None:
     images = mixed(4)
     images[2] = images[2][: len(images[2]) // 2]
     with pytest.raises(MediaDecodeError, match=r"^images\[2\]: "):
@@ -44,7 +44,7 @@ def test_a_bad_image_is_named_by_its_index_and_the_encoder_goes_on(encoder: Enco
     assert len(encoder.generate(images[:2])) == 2
 
 
-def test_the_index_is_the_items_that_was_at_fault(encoder: Encoder) -> None:
+def test_the_index_is_that_of_the_failed_item(encoder: Encoder) -> None:
     good, cut = png(30, 30), png(30, 30)[:-30]
     with pytest.raises(MediaError, match=r"^images\[\d\]: ") as caught:
         encoder.generate([good, cut, good, b"nothing"])
@@ -63,7 +63,7 @@ def iter_then_raise(error: Exception) -> Iterator[int]:
     raise error
 
 
-def test_after_a_failed_generate_nothing_is_left_running(
+def test_a_failed_generate_leaves_nothing_running(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preparing, most = 0, 0
@@ -94,7 +94,9 @@ def test_after_a_failed_generate_nothing_is_left_running(
     assert most > 1
 
 
-def test_a_later_item_is_not_begun_after_a_fault(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_submits_no_more_items_after_an_error(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = []
     patches = Glm53.patches
 
@@ -113,7 +115,7 @@ def test_submit_returns_a_failed_future_for_bad_media(encoder: Encoder) -> None:
     assert isinstance(future.exception(timeout=0), MediaDecodeError)
 
 
-def test_expected_tokens_are_held_to_the_plan_before_the_tower_runs(
+def test_expected_tokens_are_checked_before_the_tower_runs(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = png(100, 60)
@@ -136,14 +138,14 @@ def test_expected_tokens_are_held_to_the_plan_before_the_tower_runs(
         ([1.0], TypeError, "must be an int, got float"),
     ],
 )
-def test_impossible_expected_tokens_raise(
+def test_invalid_expected_tokens_raise(
     encoder: Encoder, counts: list[Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         encoder.generate([png(10, 10)], expected_tokens=counts)
 
 
-def test_limits_hold(glm53_checkpoint: Path) -> None:
+def test_limits_apply_to_files_and_arrays(glm53_checkpoint: Path) -> None:
     with Encoder(glm53_checkpoint, device="cpu", limits=MediaLimits(max_pixels=100)) as encoder:
         assert len(encoder.generate(png(10, 10))) == 1
         with pytest.raises(MediaTooLargeError, match="max_pixels"):
@@ -152,7 +154,7 @@ def test_limits_hold(glm53_checkpoint: Path) -> None:
             encoder.generate(np.zeros((10, 11), np.uint8))
 
 
-def test_a_kept_fault_keeps_nothing_alive(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_media_error_keeps_nothing_alive(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     class Canary(np.ndarray):
         pass
 
@@ -175,7 +177,9 @@ def test_a_kept_fault_keeps_nothing_alive(encoder: Encoder, monkeypatch: pytest.
         gc.enable()
 
 
-def test_a_kept_engine_fault_keeps_no_tower(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_replica_error_keeps_no_tower_alive(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     towers: list[weakref.ref[GlmTower]] = []
     build = Glm53.build_tower
 
@@ -199,7 +203,7 @@ def test_a_kept_engine_fault_keeps_no_tower(glm53_checkpoint: Path, monkeypatch:
         assert any("in _encode" in note for note in kept.__notes__)  # the frames, as text
 
 
-def test_a_failed_generate_keeps_no_results(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_generate_keeps_no_results_alive(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     watches: list[weakref.ref[torch.Tensor]] = []
     forward = GlmTower.forward
 
@@ -270,7 +274,7 @@ def test_a_failing_tower_fails_that_job_only(
     assert len(encoder.generate(mixed(2))) == 2
 
 
-def test_a_tower_that_gives_other_rows_than_planned_is_refused(
+def test_a_tower_with_a_wrong_number_of_rows_raises(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = GlmTower.forward
@@ -279,7 +283,9 @@ def test_a_tower_that_gives_other_rows_than_planned_is_refused(
         encoder.generate(png(50, 50))
 
 
-def test_a_fault_in_preprocessing_is_the_engines(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_preprocessing_is_a_replica_error(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any) -> Any:
         raise KeyError("bug")
 

@@ -100,7 +100,7 @@ def test_a_lost_replica_fails_its_job_and_the_others_go_on(
     assert encoder.health().state == EncoderState.CLOSED
 
 
-def test_with_no_replica_left_everyone_is_told_at_once(
+def test_losing_the_last_replica_fails_every_call_at_once(
     glm53_checkpoint: Path, towers: Hold, gone: threading.Event
 ) -> None:
     cause = RuntimeError("CUDA error: device-side assert triggered")
@@ -148,7 +148,7 @@ def test_with_no_replica_left_everyone_is_told_at_once(
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_replicas_thread_that_dies_between_jobs_is_noticed(glm53_checkpoint: Path, replicas: int) -> None:
+def test_a_replica_thread_that_dies_between_jobs_is_detected(glm53_checkpoint: Path, replicas: int) -> None:
     with Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=replicas) as encoder:
         kill(encoder._engine._replicas[0].thread)
         # It is noticed when the thread next wakes, and whoever it was woken for loses nothing.
@@ -165,7 +165,7 @@ def test_a_replicas_thread_that_dies_between_jobs_is_noticed(glm53_checkpoint: P
             assert all(isinstance(outcome, ImageResult) for outcome in outcomes)
 
 
-def test_losing_the_last_replica_while_closing_is_still_closing(
+def test_losing_the_last_replica_during_close_still_closes(
     glm53_checkpoint: Path, towers: Hold, gone: threading.Event
 ) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu")
@@ -217,7 +217,7 @@ def kill(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
-def test_a_preprocessing_thread_goes_on_whatever_happens_to_it(
+def test_a_preprocessing_thread_survives_an_interruption(
     glm53_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Encoder(glm53_checkpoint, device="cpu", preprocess_workers=2) as encoder:
@@ -245,7 +245,7 @@ def test_a_preprocessing_thread_interrupted_with_a_job_fails_that_job(
     assert encoder.generate(png())
 
 
-def test_running_out_of_memory_is_no_reason_to_go(
+def test_out_of_memory_does_not_lose_the_replica(
     encoder: Encoder, towers: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     towers.let_go()
@@ -272,7 +272,7 @@ def test_health_of_an_idle_encoder(encoder: Encoder) -> None:
     assert health.last_error is None
 
 
-def test_health_shows_where_the_work_is(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_health_reports_waiting_queued_and_running_work(glm53_checkpoint: Path, towers: Hold) -> None:
     with Encoder(glm53_checkpoint, device="cpu", queue_depth=2) as encoder:
         submitted(encoder, 3)
         towers.wait()
@@ -294,7 +294,7 @@ def test_health_shows_where_the_work_is(glm53_checkpoint: Path, towers: Hold) ->
 
 
 @pytest.mark.parametrize("where", ["tower", "decoder"])
-def test_a_thread_that_is_stuck_is_shown_and_recovers(
+def test_a_stuck_thread_is_reported_as_wedged_and_recovers(
     glm53_checkpoint: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = threading.Event()
@@ -320,7 +320,7 @@ def test_a_thread_that_is_stuck_is_shown_and_recovers(
         until(lambda: encoder.health().state == "ready")
 
 
-def test_an_encoder_that_loads_or_closes_says_so(
+def test_health_reports_starting_and_draining(
     glm53_checkpoint: Path, towers: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[Engine] = []
@@ -351,7 +351,7 @@ def test_an_encoder_that_loads_or_closes_says_so(
     assert future.result(timeout=0)
 
 
-def test_a_probe_in_a_callback_is_answered(encoder: Encoder) -> None:
+def test_health_and_stats_work_inside_a_callback(encoder: Encoder) -> None:
     answers: list[Any] = []
     done = threading.Event()
 
@@ -392,7 +392,7 @@ def test_every_image_is_counted_once(glm53_checkpoint: Path, towers: Hold) -> No
     assert encoder.health().last_error is None  # media is the caller's
 
 
-def test_times_are_by_stage_and_agree_with_the_results(encoder: Encoder) -> None:
+def test_stage_times_match_the_timings_of_the_results(encoder: Encoder) -> None:
     assert encoder.stats().stages == ()
     results = [encoder.generate(png(seed=seed))[0] for seed in range(20)]
     stages = {stage.stage: stage for stage in encoder.stats().stages}
@@ -413,7 +413,7 @@ def test_percentiles_are_nearest_rank() -> None:
 # --- the log -----------------------------------------------------------------------------------------
 
 
-def test_records_have_fields_and_say_nothing_of_bad_media(
+def test_log_records_have_fields_and_bad_media_is_not_logged(
     glm53_checkpoint: Path, towers: Hold, caplog: pytest.LogCaptureFixture
 ) -> None:
     towers.let_go()
@@ -434,7 +434,7 @@ def test_records_have_fields_and_say_nothing_of_bad_media(
 
 
 @pytest.mark.parametrize("meddle", ["set_result", "set_exception", "set_running_or_notify_cancel"])
-def test_a_caller_who_meddles_with_a_future_hurts_nobody_else(
+def test_changing_a_future_from_outside_affects_only_its_caller(
     glm53_checkpoint: Path, towers: Hold, meddle: str
 ) -> None:
     with Encoder(glm53_checkpoint, device="cpu", queue_depth=8) as encoder:
@@ -452,7 +452,7 @@ def test_a_caller_who_meddles_with_a_future_hurts_nobody_else(
         assert encoder.health().queue_length == 0
 
 
-def test_a_pipe_is_no_picture_and_holds_nobody_up(encoder: Encoder, tmp_path: Path) -> None:
+def test_a_pipe_or_device_file_is_refused_without_blocking(encoder: Encoder, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert isinstance(encoder.submit(pipe).exception(timeout=0), MediaDecodeError)
@@ -475,7 +475,7 @@ def test_a_pipe_is_no_picture_and_holds_nobody_up(encoder: Encoder, tmp_path: Pa
         ({"deadline": "soon"}, TypeError, "deadline must be a moment on time.monotonic.* got str"),
     ],
 )
-def test_impossible_times_raise(
+def test_invalid_timeouts_and_deadlines_raise(
     encoder: Encoder, given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -485,15 +485,15 @@ def test_impossible_times_raise(
 
 
 @pytest.mark.parametrize("past", [0, -1, -1e300, float("-inf")])
-def test_a_deadline_of_the_past_is_late_however_long_ago(encoder: Encoder, past: float) -> None:
+def test_a_deadline_in_the_past_is_late(encoder: Encoder, past: float) -> None:
     assert isinstance(encoder.submit(png(), deadline=past).exception(timeout=0), DeadlineExceededError)
 
 
-def test_endless_times_are_fine(encoder: Encoder) -> None:
+def test_infinite_timeouts_and_deadlines_are_accepted(encoder: Encoder) -> None:
     assert encoder.submit(png(), timeout=10**400, deadline=float("inf")).result(timeout=30)
 
 
-def test_close_async_in_a_callback_waits_for_nothing(glm53_checkpoint: Path) -> None:
+def test_close_async_in_a_callback_does_not_deadlock(glm53_checkpoint: Path) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu")
     closed = threading.Event()
 
@@ -507,7 +507,7 @@ def test_close_async_in_a_callback_waits_for_nothing(glm53_checkpoint: Path) -> 
     assert encoder.health().state == "closed"
 
 
-def test_closing_in_a_thread_that_python_did_not_make_leaves_no_trace(glm53_checkpoint: Path) -> None:
+def test_a_dropped_encoder_leaves_no_python_thread_object(glm53_checkpoint: Path) -> None:
     before = set(threading.enumerate())
     encoder = Encoder(glm53_checkpoint, device="cpu")
     encoder.generate(png())

@@ -54,7 +54,7 @@ def test_orientation_is_applied_in_rows_and_metadata_alike(encoder: Encoder) -> 
     assert torch.equal(stored.tensor, encoder.generate(pixels)[0].tensor)
 
 
-def test_the_source_may_be_changed_once_submit_returns(encoder: Encoder, towers: Hold) -> None:
+def test_the_source_may_be_changed_after_submit_returns(encoder: Encoder, towers: Hold) -> None:
     array = np.random.default_rng(0).integers(0, 256, (50, 50, 3), np.uint8)
     original = array.copy()
     first = encoder.submit(array)

@@ -36,7 +36,7 @@ CLEAN = (0, "", "")
 
 
 @threads
-def test_a_dropped_encoder_finishes_what_it_accepted(
+def test_a_dropped_encoder_finishes_accepted_jobs(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hold_towers(monkeypatch) as towers:
@@ -84,7 +84,7 @@ def test_a_dropped_encoder_ends_its_threads(glm53_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("lock", ["scheduler", "budget"])
-def test_an_encoder_collected_inside_its_own_lock_ends(
+def test_an_encoder_collected_while_its_lock_is_held_stops(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lock: str
 ) -> None:
     if lock == "scheduler":

@@ -177,11 +177,11 @@ AT_EXIT = {
 
 
 @pytest.mark.parametrize("with_", AT_EXIT)
-def test_the_interpreter_ends_cleanly_with(glm53_checkpoint: Path, with_: str) -> None:
+def test_the_interpreter_exits_cleanly_with(glm53_checkpoint: Path, with_: str) -> None:
     assert outcome_of(AT_EXIT[with_], glm53_checkpoint) == CLEAN
 
 
-def test_the_hosts_own_exit_code_is_kept(glm53_checkpoint: Path) -> None:
+def test_the_exit_code_of_the_program_is_kept(glm53_checkpoint: Path) -> None:
     program = """
         be_slow()
         encoder = encoder(queue_depth=30)
@@ -192,7 +192,7 @@ def test_the_hosts_own_exit_code_is_kept(glm53_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_only_the_hosts_own_error_is_shown(glm53_checkpoint: Path, interrupted: bool) -> None:
+def test_only_the_traceback_of_the_program_is_printed(glm53_checkpoint: Path, interrupted: bool) -> None:
     end = "encoder.generate([IMAGE] * 500)" if interrupted else "raise KeyError('the hosts own')"
     program = f"""
         be_slow()
@@ -210,7 +210,7 @@ def test_only_the_hosts_own_error_is_shown(glm53_checkpoint: Path, interrupted: 
     assert last == ("KeyboardInterrupt" if interrupted else "KeyError: 'the hosts own'")
 
 
-def test_after_failed_constructions_the_interpreter_ends(glm53_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_interpreter_exits_after_failed_constructions(glm53_checkpoint: Path, tmp_path: Path) -> None:
     program = """
         from mm_encoder.families.glm53 import Glm53
         start, build = threading.Thread.start, Glm53.build_tower
@@ -244,7 +244,7 @@ def test_after_failed_constructions_the_interpreter_ends(glm53_checkpoint: Path,
     assert outcome_of(program, glm53_checkpoint) == CLEAN
 
 
-def test_an_encoder_alive_at_interpreter_exit_ends_cleanly(glm53_checkpoint: Path) -> None:
+def test_an_encoder_alive_at_interpreter_exit_exits_cleanly(glm53_checkpoint: Path) -> None:
     program = (
         "import sys, numpy, mm_encoder\n"
         "encoder = mm_encoder.Encoder(sys.argv[1], device='cpu', replicas_per_gpu=2)\n"
@@ -286,7 +286,7 @@ def refused(it):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_forked_child_is_told_in_every_state(glm53_checkpoint: Path) -> None:
+def test_a_forked_child_gets_an_error_in_every_state(glm53_checkpoint: Path) -> None:
     program = """
         from mm_encoder.families.glm53 import Glm53
         from mm_encoder.media.source import Source
@@ -345,7 +345,7 @@ def test_a_forked_child_is_told_in_every_state(glm53_checkpoint: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_child_that_was_forked_inside_a_lock_waits_for_none(glm53_checkpoint: Path) -> None:
+def test_a_child_forked_while_a_lock_is_held_does_not_block(glm53_checkpoint: Path) -> None:
     # Another thread holds the lock, and that thread is not in the child. The child has copies of the
     # futures and tasks, which it may cancel, or collect, and of the encoder, which it may drop.
     program = """
@@ -415,7 +415,7 @@ def test_a_child_that_was_forked_inside_a_lock_waits_for_none(glm53_checkpoint: 
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_forked_child_can_make_and_use_an_encoder_of_its_own(glm53_checkpoint: Path) -> None:
+def test_a_forked_child_can_make_and_use_another_encoder(glm53_checkpoint: Path) -> None:
     program = """
         with encoder() as it:
             wanted = it.generate(IMAGE)[0].tensor
@@ -440,7 +440,7 @@ def test_a_forked_child_can_make_and_use_an_encoder_of_its_own(glm53_checkpoint:
     assert outcome_of(_with_fork(program), glm53_checkpoint) == CLEAN
 
 
-def test_a_forked_child_is_told_and_ends(glm53_checkpoint: Path) -> None:
+def test_a_forked_child_gets_an_error_and_exits(glm53_checkpoint: Path) -> None:
     program = (
         "import os, sys, numpy, warnings, mm_encoder\n"
         "warnings.simplefilter('ignore')\n"
@@ -466,7 +466,7 @@ def test_a_forked_child_is_told_and_ends(glm53_checkpoint: Path) -> None:
     assert outcome_of(program, glm53_checkpoint) == (0, "", "")
 
 
-def test_a_forked_child_can_make_an_encoder_while_a_picture_was_loading(glm53_checkpoint: Path) -> None:
+def test_a_child_forked_while_pillow_loads_can_plan(glm53_checkpoint: Path) -> None:
     program = (
         "import os, sys, warnings, mm_encoder\n"
         "from mm_encoder.media import source\n"

@@ -20,7 +20,7 @@ from mm_encoder.families.glm53 import GlmTower
 from ..helpers.images import mixed, png
 
 
-def test_results_come_in_input_order_one_each(encoder: Encoder) -> None:
+def test_results_have_input_order(encoder: Encoder) -> None:
     images = mixed(12)
     results = encoder.generate(images)
     alone = [encoder.generate(image)[0] for image in images]
@@ -30,12 +30,12 @@ def test_results_come_in_input_order_one_each(encoder: Encoder) -> None:
         assert result.metadata == single.metadata
 
 
-def test_an_iterator_and_an_empty_list_are_fine(encoder: Encoder) -> None:
+def test_generate_accepts_an_iterator_and_an_empty_list(encoder: Encoder) -> None:
     assert encoder.generate([]) == []
     assert len(encoder.generate(image for image in mixed(3))) == 3
 
 
-def test_metadata_says_what_the_tensor_is(encoder: Encoder, glm53_checkpoint: Path) -> None:
+def test_metadata_describes_the_tensor(encoder: Encoder, glm53_checkpoint: Path) -> None:
     rows, metadata = encoder.generate(png(100, 60))[0]
     plan = MediaPlanner(glm53_checkpoint).plan((100, 60))
     assert metadata.model == "checkpoint"
@@ -105,7 +105,7 @@ def test_encode_image_gives_named_tensors(encoder: Encoder) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dtype_is_the_results_and_stays_near_float32(
+def test_dtype_sets_the_result_dtype_and_stays_close_to_float32(
     glm53_checkpoint: Path, encoder: Encoder, dtype: torch.dtype
 ) -> None:
     exact = encoder.generate(png(80, 80)).pop().tensor
@@ -133,7 +133,7 @@ def test_a_result_is_freed_with_its_last_reference(encoder: Encoder) -> None:
         gc.enable()
 
 
-def test_under_the_hosts_inference_mode_tensors_are_ordinary(glm53_checkpoint: Path) -> None:
+def test_tensors_made_under_inference_mode_are_ordinary(glm53_checkpoint: Path) -> None:
     with torch.inference_mode(), Encoder(glm53_checkpoint, device="cpu") as encoder:
         named = encoder.encode_image(png(30, 30))
         _, inputs = MediaPlanner(glm53_checkpoint).prepare_inputs(png(30, 30))

@@ -22,7 +22,9 @@ from ..helpers.waiting import in_flight
 
 
 @pytest.mark.parametrize("share_weights", [False, True])
-def test_replicas_and_callers_give_the_sequential_bits(glm53_checkpoint: Path, share_weights: bool) -> None:
+def test_replicas_and_callers_give_the_bits_of_a_sequential_run(
+    glm53_checkpoint: Path, share_weights: bool
+) -> None:
     images = mixed(40)
     with Encoder(glm53_checkpoint, device="cpu") as one:
         sequential = [one.generate(image)[0] for image in images]
@@ -54,7 +56,7 @@ def test_two_images_run_on_two_replicas_at_once(glm53_checkpoint: Path, towers: 
 
 
 @pytest.mark.parametrize(("share_weights", "copies"), [(False, 3), (True, 1)])
-def test_weights_are_one_a_replica_or_shared(
+def test_weights_are_per_replica_or_shared(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, share_weights: bool, copies: int
 ) -> None:
     towers = []
@@ -71,7 +73,7 @@ def test_weights_are_one_a_replica_or_shared(
         assert len(pointers) == copies
 
 
-def test_a_full_queue_blocks_and_cancelling_makes_room(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_a_full_queue_blocks_until_a_job_is_cancelled(glm53_checkpoint: Path, towers: Hold) -> None:
     with Encoder(glm53_checkpoint, device="cpu", queue_depth=2) as encoder:
         running = encoder.submit(png(20, 20))
         towers.wait()

@@ -49,7 +49,9 @@ class Crowd:
 
 
 @pytest.mark.parametrize("cap", [1, 2, 100])
-def test_encoders_share_one_cap(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cap: int) -> None:
+def test_encoders_share_one_limit_on_preprocessing(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cap: int
+) -> None:
     """With a cap that does not bind, the control, all of them work at a time."""
     monkeypatch.setattr(preprocess, "_CPUS", threading.BoundedSemaphore(cap))
     crowd = Crowd(monkeypatch, enough=min(cap, 6))
@@ -63,7 +65,7 @@ def test_encoders_share_one_cap(glm53_checkpoint: Path, monkeypatch: pytest.Monk
     assert crowd.most == min(cap, 6)
 
 
-def test_the_cap_is_the_cpus_that_may_be_used() -> None:
+def test_the_limit_is_the_number_of_usable_cpus() -> None:
     taken = 0
     fresh = preprocess._CPUS
     while fresh.acquire(blocking=False):
@@ -74,7 +76,7 @@ def test_the_cap_is_the_cpus_that_may_be_used() -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["as it is", "control: a parallel function"])
-def test_preparing_starts_no_threads_of_torchs(
+def test_preprocessing_starts_no_torch_threads(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, parallel: bool
 ) -> None:
     patches = Glm53.patches

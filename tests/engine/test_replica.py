@@ -70,7 +70,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return entries
 
 
-def test_a_job_is_uploaded_run_waited_for_and_handed_over(
+def test_the_host_hand_off_waits_before_the_result(
     glm53_checkpoint: Path, log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = GlmTower.forward
@@ -89,7 +89,7 @@ def test_a_job_is_uploaded_run_waited_for_and_handed_over(
     assert log == [("upload",), ("tower",), ("wait",), record_stream, ("result",), ("drain",)]
 
 
-def test_handed_over_by_the_stream_the_host_does_not_wait(glm53_checkpoint: Path, log: list[Any]) -> None:
+def test_the_stream_hand_off_does_not_wait(glm53_checkpoint: Path, log: list[Any]) -> None:
     with Encoder(glm53_checkpoint, device="cpu", handoff="stream") as encoder:
         log.clear()
         encoder.submit(IMAGE).add_done_callback(lambda _: log.append(("result",)))
@@ -98,7 +98,7 @@ def test_handed_over_by_the_stream_the_host_does_not_wait(glm53_checkpoint: Path
     assert log == [*handed_over, ("drain",)]  # before the weights go, the work that reads them is done
 
 
-def test_a_failed_job_is_settled_before_its_caller_is_told(
+def test_a_failed_job_is_drained_before_its_future_is_done(
     glm53_checkpoint: Path, log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GlmTower, "forward", lambda *_: 1 / 0)

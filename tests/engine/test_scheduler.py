@@ -43,7 +43,7 @@ def held(scheduler: Scheduler) -> tuple[int, int]:
     return scheduler.slots.used, scheduler.bytes.used
 
 
-def test_depth_counts_until_a_job_runs() -> None:
+def test_a_job_holds_its_slot_until_it_runs() -> None:
     scheduler = Scheduler(2, 100, replicas=1)
     jobs = [job() for _ in range(3)]
     enter(scheduler, jobs[0])
@@ -56,7 +56,7 @@ def test_depth_counts_until_a_job_runs() -> None:
     assert held(scheduler) == (2, 6)
 
 
-def test_bytes_are_bounded_and_a_giant_enters_alone() -> None:
+def test_bytes_are_bounded_and_an_oversized_job_enters_alone() -> None:
     scheduler = Scheduler(10, 100, replicas=1)
     enter(scheduler, job(60))
     thread = blocked(scheduler, job(60))
@@ -69,7 +69,7 @@ def test_bytes_are_bounded_and_a_giant_enters_alone() -> None:
     blocked(scheduler, job())
 
 
-def test_first_come_first_served_in_both_rooms() -> None:
+def test_both_queues_are_fifo() -> None:
     scheduler = Scheduler(10, 100, replicas=1)
     jobs = [enter(scheduler, job()) for _ in range(5)]
     workers = [take(scheduler) for _ in jobs]
@@ -103,7 +103,7 @@ def test_a_running_job_cannot_be_cancelled() -> None:
     assert not run_one(scheduler).future.cancel()
 
 
-def test_closing_wakes_everyone_and_drains_what_was_accepted() -> None:
+def test_closing_refuses_waiting_callers_and_drains_accepted_jobs() -> None:
     scheduler = Scheduler(1, 100, replicas=1)
     accepted = enter(scheduler, job())
     refused: list[BaseException] = []
@@ -130,7 +130,7 @@ def test_closing_wakes_everyone_and_drains_what_was_accepted() -> None:
 
 
 @pytest.mark.parametrize("stage", ["opening", "bytes", "preparing"])
-def test_a_closed_scheduler_waits_for_what_it_accepted(stage: str) -> None:
+def test_a_closed_scheduler_waits_for_accepted_jobs(stage: str) -> None:
     scheduler = Scheduler(2, 100, replicas=1)
     gate = threading.Event()
 
@@ -172,7 +172,7 @@ def prepare_all(scheduler: Scheduler) -> None:
         scheduler.finish_preparing(worker)
 
 
-def test_cancelling_the_last_job_of_a_closed_scheduler_lets_replicas_go() -> None:
+def test_cancelling_the_last_job_of_a_closed_scheduler_ends_its_replicas() -> None:
     scheduler = Scheduler(2, 100, replicas=1)
     waiting = enter(scheduler, job())
     scheduler.close()
@@ -199,7 +199,7 @@ def test_a_future_does_not_keep_its_job_alive() -> None:
 
 
 @pytest.mark.parametrize("stage", ["queued", "preparing", "ready"])
-def test_whoever_waits_for_a_cancelled_job_is_released(stage: str) -> None:
+def test_cancelling_wakes_every_waiter_of_the_future(stage: str) -> None:
     scheduler = Scheduler(2, 100, replicas=1)
     waiting = enter(scheduler, job())
     if stage != "queued":
@@ -213,7 +213,7 @@ def test_whoever_waits_for_a_cancelled_job_is_released(stage: str) -> None:
     assert waiting.future.cancelled()
 
 
-def test_cancelling_dropping_and_starting_race_and_one_of_them_wins() -> None:
+def test_exactly_one_of_cancel_deadline_and_start_wins() -> None:
     for _ in range(300):
         scheduler = Scheduler(1, 100, replicas=1)
         racing = enter(scheduler, job())
@@ -263,7 +263,7 @@ def test_a_large_job_is_not_overtaken_by_small_ones() -> None:
     assert [run_one(scheduler), run_one(scheduler)] == [large, small]
 
 
-def test_waiting_for_what_is_being_prepared() -> None:
+def test_preparation_idle_waits_for_jobs_in_preparation() -> None:
     scheduler = Scheduler(3, 100, replicas=1)
     first, second = enter(scheduler, job()), enter(scheduler, job())
     assert scheduler.preparation_idle([first.future, second.future]) is None
@@ -313,7 +313,7 @@ def test_the_timeout_is_for_both_waits_together(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("far", [1e9, float("inf")])
-def test_endless_timeouts_and_deadlines_wait(far: float) -> None:
+def test_very_long_timeouts_and_deadlines_wait(far: float) -> None:
     scheduler = Scheduler(1, 100, replicas=1)
     deadlines = started(scheduler.deadlines.run)
     enter(scheduler, job(deadline=far))
@@ -328,7 +328,7 @@ def test_endless_timeouts_and_deadlines_wait(far: float) -> None:
 
 
 @pytest.mark.parametrize("stage", ["waiting", "bytes", "queued", "preparing", "ready"])
-def test_what_is_late_is_dropped_wherever_it_waits(stage: str) -> None:
+def test_a_late_job_is_dropped_at_every_stage(stage: str) -> None:
     scheduler = Scheduler(1 if stage == "waiting" else 9, 100, replicas=1)
     deadlines = started(scheduler.deadlines.run)
     worker = None
@@ -356,7 +356,7 @@ def test_what_is_late_is_dropped_wherever_it_waits(stage: str) -> None:
     assert not deadlines.is_alive()
 
 
-def test_a_deadline_that_has_passed_is_told_at_once_and_a_running_job_finishes() -> None:
+def test_a_passed_deadline_fails_at_once_and_a_running_job_finishes() -> None:
     scheduler = Scheduler(1, 100, replicas=1)  # nobody watches
     late = enter(scheduler, job(deadline=1e-9))
     assert isinstance(late.future.exception(timeout=0), DeadlineExceededError)
@@ -371,7 +371,7 @@ def test_a_deadline_that_has_passed_is_told_at_once_and_a_running_job_finishes()
     deadlines.join(5)
 
 
-def test_an_earlier_deadline_that_comes_later_is_kept() -> None:
+def test_an_earlier_deadline_added_later_is_met() -> None:
     scheduler = Scheduler(9, 100, replicas=1)
     deadlines = started(scheduler.deadlines.run)
     now = time.monotonic()
@@ -389,7 +389,7 @@ def test_an_earlier_deadline_that_comes_later_is_kept() -> None:
 # --- faults ------------------------------------------------------------------------------------------
 
 
-def test_a_fault_in_opening_gives_the_slot_back() -> None:
+def test_an_error_in_opening_releases_the_slot() -> None:
     scheduler = Scheduler(1, 100, replicas=1)
 
     def broken(one: Job) -> None:
@@ -402,7 +402,7 @@ def test_a_fault_in_opening_gives_the_slot_back() -> None:
     assert bad.image is None
 
 
-def test_what_is_late_while_opened_does_not_wait_for_its_bytes() -> None:
+def test_a_job_that_is_late_after_opening_does_not_wait_for_bytes() -> None:
     scheduler = Scheduler(9, 100, replicas=1)
     enter(scheduler, job(90))
     late = job(90)
@@ -438,7 +438,7 @@ def test_an_interrupted_caller_leaves_nothing_behind(at: str, monkeypatch: pytes
     assert (held(scheduler), stats.in_flight, stats.cancelled) == ((0, 0), 0, 2)
 
 
-def test_the_last_replica_takes_the_rest_with_it() -> None:
+def test_losing_the_last_replica_fails_every_job() -> None:
     scheduler = Scheduler(3, 100, replicas=2)
     worker = Worker("replica", scheduler)
     enter(scheduler, job())

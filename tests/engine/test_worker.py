@@ -10,7 +10,7 @@ from mm_encoder.engine.worker import is_owned_by, owned_thread
 
 
 @pytest.mark.threads
-def test_a_thread_with_a_dead_ones_number_belongs_to_nobody() -> None:
+def test_a_thread_with_the_ident_of_a_dead_owned_thread_is_not_owned() -> None:
     owner, told = object(), list[tuple[int, bool]]()
 
     def tell() -> None:
