@@ -1,4 +1,4 @@
-"""An encoder with a cache: hits, flights, what is kept and what is not."""
+"""An encoder with a cache: hits, request coalescing, what is stored and what is not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def png(seed: int = 0, width: int = 30, height: int = 30) -> bytes:
 
 
 class Work:
-    """Counts decodes and tower runs, and holds the tower until opened."""
+    """Counts decodes and tower runs; after `hold`, blocks tower runs until `opened` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded = self.run = 0
@@ -94,7 +94,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
 
 @pytest.fixture
 def make(glm53_checkpoint: Path) -> Iterator[Make]:
-    """Makes encoders with a cache; arguments of Encoder and of CacheConfig together."""
+    """Return a function that makes an encoder with a cache, from arguments of Encoder and CacheConfig."""
     made: list[Encoder] = []
 
     def encoder(checkpoint: Path = glm53_checkpoint, **arguments: Any) -> Encoder:
@@ -245,11 +245,11 @@ def test_no_hits_from_before_bump_weights(make: Make, work: Work, tmp_path: Path
     assert [r.metadata.cache for r in encoder.generate([png(), png(1)])] == ["memory", "memory"]
     encoder.close()
     again = make(**on_disk(tmp_path / "cache"))
-    # The first epoch's is there, as the checkpoint is the same; what was under way was not kept for it.
+    # The entry of the first epoch is found: the checkpoint is the same. The image in flight was not stored.
     assert [r.metadata.cache for r in again.generate([png(), png(1)])] == ["disk", "miss"]
 
 
-# --- flights -----------------------------------------------------------------------------------------
+# --- coalescing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["submit", "generate", "tasks"])
@@ -311,7 +311,7 @@ def test_a_queued_image_is_not_encoded_when_all_its_waiters_cancel(make: Make, w
     asks = [encoder.submit(png()) for _ in range(4)]
     until(lambda: encoder.cache_stats().misses == 2)
     assert all(ask.cancel() for ask in asks)
-    until(lambda: encoder.health().queue_length == 0)  # a thread may have had it in preparation
+    until(lambda: encoder.health().queue_length == 0)  # a thread may have been preparing it
     work.opened.set()
     assert blocker.result(timeout=30)
     encoder.generate(png(9))
@@ -436,7 +436,7 @@ def test_an_internal_error_on_delivery_leaves_no_waiter(
     assert coalescer is not None
 
     def broken(*_: Any) -> Any:
-        raise MemoryError("no room")
+        raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
         if where == "keep":
@@ -446,7 +446,7 @@ def test_an_internal_error_on_delivery_leaves_no_waiter(
         else:
             patch.setattr(coalescer, "_result", broken)
             work.hold()
-            # Two of one image with another between them: the last finds the first's result at take-off.
+            # Two of one image with another between them: the last finds the first's result before decoding.
             asks = [encoder.submit(png(seed)) for seed in (1, 0)]
             work.wait()
             asks.append(encoder.submit(png(1)))
@@ -464,7 +464,7 @@ def test_an_internal_error_on_delivery_leaves_no_waiter(
 def test_callbacks_of_a_hit_found_before_decoding_run_without_the_cpu_permit(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a callback that waits for another encoder could wait for the CPU that it holds itself."""
+    """A callback that waits for another encoder would deadlock on the permit that its thread holds."""
     permits = threading.BoundedSemaphore(1)
     monkeypatch.setattr("mm_encoder.engine.preprocess._CPUS", permits)
     encoder, other = make(queue_depth=8, preprocess_workers=1), make(preprocess_workers=1)
@@ -475,7 +475,7 @@ def test_callbacks_of_a_hit_found_before_decoding_run_without_the_cpu_permit(
     until(lambda: encoder.cache_stats().misses == 2)
     assert encoder._coalescer is not None
     find = encoder._coalescer.find
-    # As if both had been looked up before either was known.
+    # As if both had been looked up before either was in flight.
     monkeypatch.setattr(encoder._coalescer, "find", lambda *_: False)
     second = encoder.submit(png())
     monkeypatch.setattr(encoder._coalescer, "find", find)
@@ -608,17 +608,17 @@ def test_cancelling_one_task_leaves_the_other_waiters(make: Make, work: Work) ->
 
 
 def test_rows_stay_right_while_entries_are_evicted(make: Make, work: Work) -> None:
-    """D17: what is evicted between having it and using it is still right."""
+    """A hit stays valid when its entry is evicted before the caller reads it (case D17 of tests/abuse)."""
     one = make().generate(png())[0].tensor.nbytes
     encoder = make(memory_bytes=3 * one, replicas_per_gpu=2)
-    pictures = [png(seed) for seed in range(5)]
-    wanted = [result.tensor.clone() for result in make().generate(pictures)]
+    files = [png(seed) for seed in range(5)]
+    wanted = [result.tensor.clone() for result in make().generate(files)]
     wrong: list[int] = []
 
     def caller() -> None:
         for _ in range(5):
             order = [0, 1, 2, 3, 4, 0]
-            results = encoder.generate([pictures[index] for index in order])
+            results = encoder.generate([files[index] for index in order])
             wrong.extend(
                 i for i, r in zip(order, results, strict=True) if not torch.equal(r.tensor, wanted[i])
             )
@@ -645,7 +645,7 @@ def test_a_cache_that_stores_nothing_still_encodes(make: Make, work: Work, confi
     assert stats.bypasses == (2 if config.get("max_entry_bytes") else 0)
 
 
-# --- life --------------------------------------------------------------------------------------------
+# --- closing and memory ------------------------------------------------------------------------------
 
 
 def test_views_outlive_close_and_are_counted(make: Make, work: Work) -> None:
@@ -687,7 +687,7 @@ def test_an_unusable_cache_directory_fails_construction(make: Make, tmp_path: Pa
 
 
 def test_a_cache_directory_without_its_lock_file_is_reused(make: Make, tmp_path: Path) -> None:
-    """As a cleaner of temporary folders may have it."""
+    """A cleaner of temporary folders may delete the lock file."""
     encoder = make(**on_disk(tmp_path / "cache"))
     encoder.generate(png())
     encoder.close()

@@ -1,4 +1,4 @@
-"""The host's state: whatever it is set to, results are the same, and it is found as it was left."""
+"""The state of the process (Torch, Pillow, NumPy, signals, ...): it changes no result and is not changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAM = """
     import torch
     from PIL import Image, ImageFile
 
-    # The order of additions in a matrix product depends on it, so both hosts have it.
+    # The order of additions in a matrix product depends on it, so both processes set it.
     torch.set_num_threads(1)
 
     def files():
@@ -31,7 +31,7 @@ PROGRAM = """
         yield Image.fromarray(image)
         yield image.astype(np.float32) / 255
 
-    def grumble(*_):
+    def refuse(*_):
         raise SystemExit("a hook was called")
 
     IMAGES = list(files())
@@ -45,12 +45,12 @@ PROGRAM = """
         torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
         ImageFile.LOAD_TRUNCATED_IMAGES = True
         Image.MAX_IMAGE_PIXELS = 1
-        Image.init = Image.preinit = grumble
+        Image.init = Image.preinit = refuse
         np.seterr(all="raise")
         random.seed(7)
         np.random.seed(7)
-        sys.excepthook = threading.excepthook = grumble
-        signal.signal(signal.SIGUSR1, grumble)
+        sys.excepthook = threading.excepthook = refuse
+        signal.signal(signal.SIGUSR1, refuse)
         logging.basicConfig(level=logging.ERROR, handlers=[logging.NullHandler()])
         logging.raiseExceptions = True
         warnings.simplefilter("error")
@@ -114,7 +114,7 @@ PROGRAM = """
             except mm_encoder.MediaDecodeError as error:
                 digest.update(str(error).encode())
             else:
-                sys.exit("half an image was taken for one")
+                sys.exit("a truncated image was accepted")
     after = state()
     changed = [name for name in before if before[name] != after[name]]
     print(digest.hexdigest(), *changed)
@@ -140,7 +140,7 @@ def friendly() -> str:
 
 
 def test_the_default_state_of_a_process_is_unchanged(friendly: str) -> None:
-    assert len(friendly.split()) == 1  # the digest, and no name of what was changed
+    assert len(friendly.split()) == 1  # the digest, and no name of a changed state
 
 
 def test_unusual_process_state_gives_the_same_bits_and_is_unchanged(friendly: str) -> None:

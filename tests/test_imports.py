@@ -1,4 +1,4 @@
-"""The package's layers: imports go left only, and importing does nothing."""
+"""The layers of the package: imports point to earlier layers only, and importing has no side effects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mm_encoder"
 
-# Each group may import from itself and from the groups before it, as DESIGN has it.
+# Each group may import from itself and from the groups before it.
 LAYERS = [
     {"errors"},
     {"contract", "_manifest"},
@@ -26,19 +26,19 @@ LAYERS = [
     {"cli"},
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-# Arrows that the ranks allow and the design does not.
+# Imports that the ranks allow and the design does not.
 FORBIDDEN = {("media", "device"), ("device", "media"), ("planner", "encoder"), ("encoder", "planner")}
 FORBIDDEN |= {("engine", "families"), ("families", "device"), ("cache", "families"), ("cache", "engine")}
 
 
 def imported_parts(path: Path, package: Path) -> set[str]:
-    """The top-level parts of mm_encoder that a module imports, wherever in it."""
+    """Return the top-level parts of mm_encoder that a module imports, at any level of nesting."""
     inside = path.relative_to(package).parts
     parts = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             if node.level:
-                # One dot is the module's own package, each further dot the one above.
+                # One dot is the package of the module, each further dot the parent package.
                 base = list(inside[:-1])[: len(inside) - node.level]
                 names = [*base, *(node.module.split(".") if node.module else [])]
                 parts |= {names[0]} if names else {alias.name for alias in node.names}

@@ -1,4 +1,4 @@
-"""Plans without weights: from a header, from a size, and the reference's inputs."""
+"""Plans from a header or a size, and the model inputs, without weights."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_planning_reads_no_pixels_of_arrays_and_pillow_images(glm53_checkpoint: 
     exif[0x0112] = 6
     buffer = io.BytesIO()
     Image.open(io.BytesIO(whole)).save(buffer, "JPEG", exif=exif)
-    opened = Image.open(io.BytesIO(buffer.getvalue()[:-2000]))  # loading it would fail
+    opened = Image.open(io.BytesIO(buffer.getvalue()[:-2000]))  # truncated, so that loading it would fail
     assert planner.plan(opened).original_size == (480, 640)
     stored = ImageOptions(exif_orientation=False)
     assert planner.plan(opened, image_options=stored).original_size == (640, 480)

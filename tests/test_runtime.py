@@ -1,4 +1,4 @@
-"""How many CPUs this process may use, on machines that are written down as folders."""
+"""The number of usable CPUs, with the /proc and /sys of a machine written to a folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """smoke/ as its users run it, and faults that it must find.
 
-Run as a script it is those faults: each is put into the package, and smoke run on it, in one process.
+Run as a script, this file patches each fault into the package and runs smoke/ on it, all in one process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROW = re.compile(r"(.+?) +(passed|FAILED|skipped) +[0-9.]+ s(?:  (.*))?")
 
 
 def run(*command: object, cwd: Path = SMOKE.parent) -> subprocess.CompletedProcess[str]:
-    """`python -I COMMAND...`, without what the environment would add to a pytest run."""
+    """Run `python -I COMMAND...` without the environment variables that change a pytest run."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, "-I", *map(str, command)],
@@ -49,7 +49,7 @@ def run(*command: object, cwd: Path = SMOKE.parent) -> subprocess.CompletedProce
 
 
 def table(output: str) -> dict[str, tuple[str, str]]:
-    """The table at the end: result and remark of each check."""
+    """Return result and remark of each check, from the table at the end of the output."""
     matches = map(ROW.fullmatch, output.splitlines())
     return {match[1]: (match[2], match[3] or "") for match in matches if match}
 
@@ -97,7 +97,7 @@ def test_an_engine_that_is_not_installed_fails_the_run() -> None:
     assert table(done.stdout) == {}
 
 
-# What an engine may do on import: warn, and find out that it comes too late.
+# An engine that warns on import and detects that torch was imported before it.
 ENGINE = """
 import sys, warnings
 warnings.warn("from an engine", DeprecationWarning)
@@ -134,7 +134,7 @@ Around = Callable[..., Any]
 
 
 def around(owner: Any, name: str, wrapper: Around) -> Any:
-    """A patch: `owner.name(...)` becomes `wrapper(original, ...)`."""
+    """Patch `owner.name(...)` to call `wrapper(original, ...)`."""
     original = getattr(owner, name)
     return mock.patch.object(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
@@ -147,7 +147,7 @@ def never_twice_the_same(forward: Around, *args: Any) -> torch.Tensor:
     return rows + 1e-3 * next(calls)
 
 
-def turned_in_bfloat16(forward: Around, *args: Any) -> torch.Tensor:
+def reversed_in_bfloat16(forward: Around, *args: Any) -> torch.Tensor:
     rows: torch.Tensor = forward(*args)
     return rows.flip(1) if rows.dtype == torch.bfloat16 else rows
 
@@ -207,8 +207,8 @@ FAULTS: dict[str, tuple[list[tuple[Any, str, Around]], set[str]]] = {
             *MALFORMED,
         },
     ),
-    "bfloat16 rows are turned round": (
-        [(GlmTower, "forward", turned_in_bfloat16)],
+    "bfloat16 rows are reversed": (
+        [(GlmTower, "forward", reversed_in_bfloat16)],
         {"float32 and bfloat16 rows are finite and agree"},
     ),
     "plans are a row too long": (

@@ -1,4 +1,4 @@
-"""Calls from event loops: what they give, that they never block the loop, and how they end."""
+"""Calls from event loops: their results, that they never block the loop, cancellation and closing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ threads = pytest.mark.threads
 async def until_async(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < end, "it did not come to be in 30 s"
+        assert time.monotonic() < end, "the condition was still false after 30 s"
         await asyncio.sleep(0.001)
 
 
@@ -176,7 +176,7 @@ def test_a_plan_mismatch_raises_before_the_tower_runs(
 
 
 class Faulty:
-    """A call whose first image fails while a thread has the second, held until `patches` lets it go."""
+    """A call whose first image fails while the second is being prepared, held until `patches` is released."""
 
     def __init__(self, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
         self._encoder, self._bad = encoder, b"nothing"
@@ -228,12 +228,12 @@ def test_a_failed_call_can_be_cancelled_while_its_preparation_stops(
         nothing_left(encoder)
 
 
-# --- the loop goes on --------------------------------------------------------------------------------
+# --- the loop is never blocked -----------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def ticks() -> AsyncIterator[list[int]]:
-    """The count of a task that only wants to be run again and again."""
+    """Count the rounds of a task that runs once per millisecond: it stops when the loop is blocked."""
     count = [0]
 
     async def tick() -> None:
@@ -266,7 +266,7 @@ def test_the_event_loop_is_never_blocked(
                 if obstacle in ("slots", "bytes"):
                     before.append(encoder.submit(GOOD))
                     hold.wait()
-                    before.append(encoder.submit(GOOD))  # this one holds all room that there is
+                    before.append(encoder.submit(GOOD))  # this one holds every slot and byte
                 call = asyncio.create_task(encoder.generate_async(GOOD))
                 await until_async(lambda: encoder.stats().requests == len(before) + 1)
                 if obstacle == "slots":
@@ -284,7 +284,7 @@ def test_the_event_loop_is_never_blocked(
 
 @threads
 def test_control_generate_blocks_the_event_loop(glm53_checkpoint: Path, towers: Hold) -> None:
-    # The control of the test above: here the ticks do stop.
+    # The control of the test above: generate() stops the ticks.
     with cpu_encoder(glm53_checkpoint) as encoder:
         counted: list[int] = []
 
@@ -327,7 +327,7 @@ def test_calls_start_no_threads(glm53_checkpoint: Path, towers: Hold) -> None:
         nothing_left(encoder)
 
 
-# --- the line ----------------------------------------------------------------------------------------
+# --- a full queue ------------------------------------------------------------------------------------
 
 
 @threads
@@ -387,7 +387,7 @@ def test_a_full_queue_refuses_in_time(glm53_checkpoint: Path, towers: Hold, time
         towers.wait()
 
         async def main() -> None:
-            # There is room for the first of the two.
+            # One slot is free, so the first of the two gets it.
             with pytest.raises(EncoderBusyError, match=r"^images\[1\]: the queue is full"):
                 await encoder.generate_async([GOOD, GOOD], timeout=timeout)
             assert in_flight(encoder) == (1, 0, 0, 0)
@@ -434,7 +434,8 @@ def test_closing_while_the_timeout_passes_raises_encoder_closed(
     cancel_wait = Budget.cancel_wait
 
     def closed_before(budget: Budget[Job], job: Job) -> bool:
-        # Not `close`, which waits for the queue, and so, had the slot come meanwhile, for this very thread.
+        # Not `close`: it waits for accepted jobs, so it would wait for this thread if the slot was granted
+        # meanwhile.
         encoder._engine.scheduler.close()
         return cancel_wait(budget, job)
 
@@ -456,7 +457,7 @@ def test_closing_while_the_timeout_passes_raises_encoder_closed(
 
 
 class Clock:
-    """Time for deadlines: what is set an hour ahead passes when it is told to."""
+    """The clock of the deadlines: a deadline an hour ahead passes when `pass_it` is called."""
 
     def __init__(self, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
         self._deadlines = encoder._engine.scheduler.deadlines
@@ -469,7 +470,7 @@ class Clock:
 
     def pass_it(self) -> None:
         self._ahead += 7200
-        self._deadlines.watch(Job(None, deadline=1e-9))  # an earlier one: it looks again
+        self._deadlines.watch(Job(None, deadline=1e-9))  # wakes the thread, which then looks at the clock
 
 
 @threads
@@ -484,13 +485,13 @@ def test_a_deadline_applies_at_every_stage(
             call = asyncio.create_task(scene.encoder.generate_async(scene.victim, deadline=clock.deadline()))
             await asyncio.to_thread(scene.reached)
             clock.pass_it()
-            if stage == "running":  # it finishes
+            if stage == "running":  # a running job finishes
                 scene.let_go()
                 assert len(await call) == 1
                 return
             await until_async(lambda: scene.encoder.stats().late == 1)
             if stage in ("opening", "decoding", "patches"):
-                scene.let_go()  # generate_async tells once nothing of it runs
+                scene.let_go()  # generate_async raises once its preparation has stopped
             with pytest.raises(DeadlineExceededError, match="^the deadline passed"):
                 await call
 
@@ -522,14 +523,14 @@ def test_a_cancelled_task_leaves_nothing_behind(
             assert not task.done()
             if how == "cancel":
                 task.cancel()
-                with pytest.raises(asyncio.CancelledError):  # at once, whatever still holds the image
+                with pytest.raises(asyncio.CancelledError):  # at once, though a thread may have the image
                     await task
             else:
                 limits[0].reschedule(0)
                 with pytest.raises(TimeoutError):
                     await task
             assert scene.encoder.stats().cancelled == (stage != "running")
-            if stage in ("waiting", "queued", "ready"):  # no thread has it: its room is free at once
+            if stage in ("waiting", "queued", "ready"):  # no thread has it, so its slot is free at once
                 assert scene.encoder.health().waiting == 0
                 assert scene.encoder.health().queue_length == {"waiting": 2, "queued": 3, "ready": 2}[stage]
 
@@ -550,7 +551,7 @@ def test_a_cancelled_call_cancels_all_its_images(glm53_checkpoint: Path, towers:
                 await call
             await until_async(lambda: in_flight(encoder) == (1, 0, 0, 0))
             stats = encoder.stats()
-            assert (stats.requests, stats.cancelled) == (6, 5)  # the other three were never begun
+            assert (stats.requests, stats.cancelled) == (6, 5)  # the other three were never submitted
 
         asyncio.run(main())
         towers.let_go()
@@ -629,11 +630,12 @@ def test_two_encoders_share_a_loop(glm53_checkpoint: Path) -> None:
     asyncio.run(main())
 
 
-# --- loops that come to an end -----------------------------------------------------------------------
+# --- loops that are closed ---------------------------------------------------------------------------
 
 
 def test_closing_a_loop_with_calls_in_flight_releases_them(glm53_checkpoint: Path) -> None:
-    # asyncio says of every task that it was destroyed, and that is the host's doing. Nothing else is said.
+    # asyncio reports that each pending task was destroyed, which is the program's fault; nothing else may be
+    # reported.
     program = """
         warnings.simplefilter("error")
         hold()
@@ -693,7 +695,7 @@ def test_an_exception_out_of_asyncio_run_cancels_calls_in_flight(glm53_checkpoin
 
 
 def test_a_task_can_be_collected_while_the_engine_holds_a_lock(glm53_checkpoint: Path) -> None:
-    # Its loop is gone, its first image is done and its last ones wait, so its end cancels those.
+    # The loop is closed, the first image is done and the last two wait: collecting the task cancels these.
     program = """
         import weakref
         import mm_encoder.engine.scheduler as scheduler
@@ -714,7 +716,7 @@ def test_a_task_can_be_collected_while_the_engine_holds_a_lock(glm53_checkpoint:
         async def asked():
             while encoder.stats().requests < 4:
                 await asyncio.sleep(0.001)
-            await asyncio.sleep(0.01)  # it waits for its first image now
+            await asyncio.sleep(0.01)  # now it waits for its first image
 
         loop.run_until_complete(asked())
         loop.close()
@@ -732,7 +734,7 @@ def test_a_task_can_be_collected_while_the_engine_holds_a_lock(glm53_checkpoint:
         while watch() is not None:
             assert encoder.submit(IMAGE).cancel()
             more += 1
-        until(lambda: encoder.stats().cancelled == 2 + more)  # in a thread of its own
+        until(lambda: encoder.stats().cancelled == 2 + more)  # in another thread
         going.release(9)
         assert encoder.generate(IMAGE)
         until(lambda: encoder.stats().in_flight == 0)
@@ -754,7 +756,7 @@ def test_close_on_the_loop_does_not_need_the_loop_to_run(glm53_checkpoint: Path)
                     await asyncio.sleep(0.001)
                 opened.set()
                 until(lambda: not it.health().waiting)
-                # The last has its slot, and this loop has not heard of it yet.
+                # The last task has its slot, but this loop has not run its callback yet.
             assert all(await asyncio.gather(first, *tasks))
 
         asyncio.run(main())
@@ -774,7 +776,7 @@ def test_a_free_slot_is_used_while_the_loop_is_busy(glm53_checkpoint: Path, towe
             call = asyncio.create_task(encoder.generate_async(GOOD))
             await until_async(lambda: encoder.health().waiting == 1)
             towers.let_go()
-            # From here on this loop does nothing else: what it waits for must come about without it.
+            # From here on this loop is blocked: the waiting call must be encoded without it.
             end = time.monotonic() + 10
             while encoder.stats().succeeded < 3 and time.monotonic() < end:
                 time.sleep(0.001)
@@ -863,7 +865,7 @@ def test_close_async_refuses_waiting_callers_and_does_not_block_the_loop(
             assert len(told) == 3
             start = count[0]
             await until_async(lambda: count[0] > start + 20)
-            assert not any(task.done() for task in closing)  # a tower runs
+            assert not any(task.done() for task in closing)  # a tower is still running
             towers.let_go()
             await asyncio.gather(*closing)
         assert running.result(timeout=0)
@@ -918,7 +920,7 @@ def test_calls_after_close_are_refused(glm53_checkpoint: Path) -> None:
 
 @threads
 def test_a_finished_call_leaves_no_future_and_no_job(encoder: Encoder) -> None:
-    # Whatever an engine's thread told the loop: no future and no job is left in a cycle with it.
+    # The callbacks between engine threads and the loop leave no future or job in a reference cycle.
     def kept() -> int:
         return sum(type(thing) in (Future, Job) for thing in gc.get_objects())
 

@@ -1,4 +1,4 @@
-"""Cancelled images at every stage, at random and in races; and one bad image among good ones."""
+"""Cancellation at every stage, at random and in races; and one bad image among good ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 threads = pytest.mark.threads
 
 HELD = tuple(stage for stage in STAGES if stage not in ("waiting", "opening"))
-"""Stages at which the caller of submit has the future; test_async.py cancels at the others."""
+"""Stages at which submit() has returned the future; test_async.py cancels at the others."""
 
 
 def same(result: ImageResult, wanted: ImageResult) -> bool:
@@ -45,7 +45,7 @@ def same(result: ImageResult, wanted: ImageResult) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A second outcome for a future would be logged, here or by concurrent.futures."""
+    """Check that nothing is logged: a second outcome for a future would be, by us or concurrent.futures."""
     yield
     for when in ("setup", "call"):
         assert [r.getMessage() for r in caplog.get_records(when) if r.levelno >= logging.WARNING] == []
@@ -68,8 +68,8 @@ def test_cancelling_at_every_stage_before_running(
         can = stage != "running"
         assert future.cancel() == can
         assert future.cancelled() == can
-        assert future.cancel() == can  # a second time says the same and changes nothing
-        # A thread that has it keeps its room until it is done with it.
+        assert future.cancel() == can  # a second call returns the same and changes nothing
+        # If a thread is working on the job, its slot is released when that thread is done.
         assert scene.encoder.health().queue_length == length - (stage in ("queued", "ready"))
         assert scene.encoder.stats().cancelled == can
         scene.others_are_well()
@@ -120,7 +120,7 @@ def test_cancelling_an_image_wakes_every_waiter_of_its_future(
 def test_control_waiters_block_without_the_notification(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The control of the test above.
+    # The control of the test above: without the notification, the waiters block.
     with Scene("queued", glm53_checkpoint, monkeypatch) as scene:
         future = scene.encoder.submit(scene.victim)
         scene.reached()
@@ -134,7 +134,7 @@ def test_control_waiters_block_without_the_notification(
 def test_control_slots_and_bytes_leak_without_release(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    # The control of test_cancelling_at_every_stage_before_running: what it looks at does show a leak.
+    # The control of test_cancelling_at_every_stage_before_running: in_flight() shows a leak.
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
         future = scene.encoder.submit(scene.victim)
         kept: list[Job] = []
@@ -186,7 +186,7 @@ def test_a_callback_of_one_future_can_cancel_others(
 def test_leaving_by_an_exception_cancels_an_image_that_is_being_opened(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The caller has no future yet; who leaves the encoder by an exception cancels it all the same.
+    # submit() has not returned the future yet; leaving the block by an exception cancels it all the same.
     image = png()
     encoder = Encoder(glm53_checkpoint, device="cpu")
     with Hold(monkeypatch, Glm53, "open") as opening:
@@ -213,7 +213,7 @@ def test_leaving_by_an_exception_cancels_an_image_that_is_being_opened(
 def test_cancelling_while_the_engine_releases_the_job(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    # The future is cancelled, and before its callbacks run the thread that has the job is done with it.
+    # Between the cancellation and its callbacks, the thread that has the job finishes with it.
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
         future = scene.encoder.submit(scene.victim)
         scene.reached()
@@ -266,7 +266,7 @@ def test_a_waiting_caller_gets_encoder_closed_when_the_block_is_left(
 def test_an_interrupted_caller_leaves_nothing_behind(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    # As Ctrl-C does to a caller that waits for its result.
+    # Ctrl-C interrupts a caller that waits for its result.
     with (
         Encoder(glm53_checkpoint, device="cpu", queue_depth=9) as encoder,
         hold_towers(monkeypatch) as towers,
@@ -337,7 +337,8 @@ def test_random_cancellations_under_load(glm53_checkpoint: Path) -> None:
     assert len(submitted) == len(left) == 250
     done = [(number, future.result()) for number, future in submitted if not future.cancelled()]
     assert all(same(result, wanted[number]) for number, result in [*done, *got])
-    # A task that is cancelled before it begins asks for nothing; one may be cancelled while its image runs.
+    # A task that is cancelled before it starts submits nothing; a running image counts as a success although
+    # its task was cancelled.
     cancelled = sum(future.cancelled() for future in futures)
     assert cancelled
     assert sum(left)

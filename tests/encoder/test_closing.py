@@ -65,14 +65,14 @@ def test_a_callback_may_not_call_the_encoder(encoder: Encoder) -> None:
 
     encoder.submit(png(20, 20)).add_done_callback(call)
     assert done.acquire(timeout=30)
-    if not raised:  # the result was there before the callback, which then runs in this thread
+    if not raised:  # the future was done before the callback was added, so the callback ran in this thread
         return
     assert len(raised) == 3
     assert "callback must not call the encoder" in str(raised[0])
 
 
 def leave_by_an_exception(encoder: Encoder, towers: Hold) -> None:
-    """Leave the encoder's block by an exception while a tower runs, which then may go on."""
+    """Leave the `with` block by an exception while a tower is held, and release it shortly after."""
 
     def interrupted() -> None:
         with encoder:
@@ -216,7 +216,7 @@ def test_closing_a_full_queue_refuses_waiting_callers_and_finishes_accepted_jobs
         closers = [threading.Thread(target=encoder.close) for _ in range(2)]
         for closer in closers:
             closer.start()
-        for caller in callers:  # at once: they need not wait for the tower
+        for caller in callers:  # at once, without waiting for the tower
             caller.join(30)
             assert not caller.is_alive()
         assert len(set(map(id, told))) == 6

@@ -200,7 +200,7 @@ def test_a_stored_replica_error_keeps_no_tower_alive(
     for kept in (error, raised.value):
         assert isinstance(kept, ReplicaError)
         assert isinstance(kept.__cause__, ZeroDivisionError)
-        assert any("in _encode" in note for note in kept.__notes__)  # the frames, as text
+        assert any("in _encode" in note for note in kept.__notes__)  # the stack, as text
 
 
 def test_a_failed_generate_keeps_no_results_alive(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,21 +221,21 @@ def test_a_failed_generate_keeps_no_results_alive(encoder: Encoder, monkeypatch:
         except MediaError:
             pass
         monkeypatch.setattr(GlmTower, "forward", forward)
-        encoder.generate(png(20, 20))  # the replica has let go of the job before
+        encoder.generate(png(20, 20))  # so that the replica has released the previous job
         assert all(watch() is None for watch in watches)
     finally:
         gc.enable()
 
 
-class Unruly:
-    """A tower whose every third call fails as told, from a frame that holds a tensor."""
+class FailingTower:
+    """A tower of which every third call raises `error`, from a frame that holds a tensor."""
 
     def __init__(self, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
         self.watched: list[weakref.ref[torch.Tensor]] = []
         forward = GlmTower.forward
 
-        def unruly(tower: GlmTower, *arguments: Any) -> torch.Tensor:
+        def sometimes_failing(tower: GlmTower, *arguments: Any) -> torch.Tensor:
             self.calls += 1
             if self.calls % 3 == 0:
                 held = torch.zeros(1000)
@@ -243,7 +243,7 @@ class Unruly:
                 raise error
             return forward(tower, *arguments)
 
-        monkeypatch.setattr(GlmTower, "forward", unruly)
+        monkeypatch.setattr(GlmTower, "forward", sometimes_failing)
 
 
 @pytest.mark.parametrize(
@@ -260,17 +260,17 @@ class Unruly:
 def test_a_failing_tower_fails_that_job_only(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch, cause: BaseException, raised: type[ReplicaError]
 ) -> None:
-    unruly = Unruly(cause, monkeypatch)
+    tower = FailingTower(cause, monkeypatch)
     futures = [encoder.submit(image) for image in mixed(7)]
     errors = [error for future in futures if (error := future.exception(timeout=60))]
     assert [type(error) for error in errors] == [raised, raised]
     assert all(error.__cause__ is cause for error in errors)
     gc.disable()
     try:
-        assert all(watch() is None for watch in unruly.watched)  # the kept errors keep no tensor
+        assert all(watch() is None for watch in tower.watched)  # the stored errors keep no tensor alive
     finally:
         gc.enable()
-    unruly.calls = 0
+    tower.calls = 0
     assert len(encoder.generate(mixed(2))) == 2
 
 

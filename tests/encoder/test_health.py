@@ -1,4 +1,4 @@
-"""Faults of the engine itself, and what health, stats and the log say of them."""
+"""Failures of the engine itself, and how health(), stats() and the log report them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from ..helpers.waiting import until
 pytestmark = pytest.mark.threads
 
 
-class Spoilt(CpuLane):
-    """A lane whose device is gone once `gone` is set: nothing of a failed job can be drained."""
+class BrokenLane(CpuLane):
+    """A lane whose device is lost once `gone` is set: drain() then fails."""
 
     gone: threading.Event
 
@@ -55,15 +55,15 @@ class Spoilt(CpuLane):
 
 @pytest.fixture
 def gone(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """While set, a failed job is fatal to its replica, as when a CUDA context is spoilt."""
+    """Return an event: while it is set, a failed job loses its replica, as an unusable CUDA context does."""
     event = threading.Event()
 
-    def opened(device: torch.device, priority: int) -> Spoilt:
-        lane = Spoilt(device)
+    def broken_lane(device: torch.device, priority: int) -> BrokenLane:
+        lane = BrokenLane(device)
         lane.gone = event
         return lane
 
-    monkeypatch.setattr("mm_encoder.engine.replica.open_lane", opened)
+    monkeypatch.setattr("mm_encoder.engine.replica.open_lane", broken_lane)
     return event
 
 
@@ -87,7 +87,7 @@ def test_a_lost_replica_fails_its_job_and_the_others_go_on(
         errors = [error for future in futures if (error := future.exception(timeout=30))]
         assert [type(error) for error in errors] == [ReplicaError]
         assert errors[0].__cause__ is cause
-        assert "in held" in errors[0].__notes__[0]  # where it came from, as text
+        assert "in held" in errors[0].__notes__[0]  # the stack, as text
         health = encoder.health()
         assert health.state == "degraded"
         assert health.serving
@@ -151,7 +151,7 @@ def test_losing_the_last_replica_fails_every_call_at_once(
 def test_a_replica_thread_that_dies_between_jobs_is_detected(glm53_checkpoint: Path, replicas: int) -> None:
     with Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=replicas) as encoder:
         kill(encoder._engine._replicas[0].thread)
-        # It is noticed when the thread next wakes, and whoever it was woken for loses nothing.
+        # It is detected when the thread next wakes; the job that woke it must not be lost.
         outcomes: list[object] = []
         for _ in range(8):
             try:
@@ -212,7 +212,7 @@ def test_a_callback_that_exits_does_not_stop_the_closing(
 
 
 def kill(thread: threading.Thread) -> None:
-    """Have SystemExit raised in a thread, wherever it is, when it next runs Python code."""
+    """Raise SystemExit in a thread, wherever it next runs Python code."""
     assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
@@ -389,7 +389,7 @@ def test_every_image_is_counted_once(glm53_checkpoint: Path, towers: Hold) -> No
     assert (stats.requests, stats.in_flight, stats.succeeded, stats.failed) == (8, 0, 4, 1)
     assert (stats.cancelled, stats.late, stats.refused) == (1, 1, 1)
     assert stats.errors == (("MediaDecodeError", 1),)
-    assert encoder.health().last_error is None  # media is the caller's
+    assert encoder.health().last_error is None  # bad media is not an engine error
 
 
 def test_stage_times_match_the_timings_of_the_results(encoder: Encoder) -> None:
@@ -430,19 +430,19 @@ def test_log_records_have_fields_and_bad_media_is_not_logged(
     assert {record.name for record in caplog.records} == {"mm_encoder"}
 
 
-# --- callers who meddle, and what is no picture ------------------------------------------------------
+# --- futures changed by callers, and unusual arguments -----------------------------------------------
 
 
-@pytest.mark.parametrize("meddle", ["set_result", "set_exception", "set_running_or_notify_cancel"])
+@pytest.mark.parametrize("change", ["set_result", "set_exception", "set_running_or_notify_cancel"])
 def test_changing_a_future_from_outside_affects_only_its_caller(
-    glm53_checkpoint: Path, towers: Hold, meddle: str
+    glm53_checkpoint: Path, towers: Hold, change: str
 ) -> None:
     with Encoder(glm53_checkpoint, device="cpu", queue_depth=8) as encoder:
         running = encoder.submit(png())
         towers.wait()
         future = encoder.submit(png(seed=1))
         given: dict[str, list[Any]] = {"set_result": [None], "set_exception": [KeyError()]}
-        getattr(future, meddle)(*given.get(meddle, []))
+        getattr(future, change)(*given.get(change, []))
         towers.let_go()
         assert running.result(timeout=30)
         assert encoder.generate(png(seed=2))

@@ -173,8 +173,8 @@ def test_a_thread_that_cannot_start_stops_the_others(
 @pytest.mark.parametrize(
     ("cause", "raised"),
     [
-        (RuntimeError("no room for a second tower"), RuntimeError),
-        (torch.OutOfMemoryError("no room for a second tower"), DeviceOutOfMemoryError),
+        (RuntimeError("no memory for a second tower"), RuntimeError),
+        (torch.OutOfMemoryError("no memory for a second tower"), DeviceOutOfMemoryError),
     ],
 )
 def test_a_replica_that_fails_to_load_stops_the_others(
@@ -194,7 +194,7 @@ def test_a_replica_that_fails_to_load_stops_the_others(
         return tower
 
     monkeypatch.setattr(Glm53, "build_tower", all_but_one_fail)
-    with pytest.raises(raised, match="no room for a second tower|weights of a replica"):
+    with pytest.raises(raised, match="no memory for a second tower|weights of a replica"):
         Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=3)
     assert library_threads() == []
     gc.collect()

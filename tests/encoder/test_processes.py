@@ -1,6 +1,6 @@
-"""Interpreter exit and fork, each tried in a process of its own.
+"""Interpreter exit and fork, each in a new process.
 
-The process must end with the right exit code, and with nothing on its output and error streams.
+The process must end with the right exit code and an empty output and error stream.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ IMAGE = np.zeros((50, 50, 3), np.uint8)
 CLEAN = (0, "", "")
 
 
-# --- the interpreter ends ----------------------------------------------------------------------------
+# --- interpreter exit --------------------------------------------------------------------------------
 
 AT_EXIT = {
     "a full queue and callers that wait": """
         be_slow()
         told = []
 
-        @atexit.register  # before the encoder is, so it runs after its end
+        @atexit.register  # registered before the encoder, so it runs after the encoder has stopped
         def last():
             until(lambda: len(told) == 8)
 
@@ -46,11 +46,11 @@ AT_EXIT = {
             threading.Thread(target=call, args=(function,), daemon=True).start()
         until(lambda: encoder.health().waiting > 3)
     """,
-    "callers that are no daemons": """
+    "callers in non-daemon threads": """
         be_slow()
         encoder, results = encoder(queue_depth=1), []
 
-        @atexit.register  # after the encoder was, so it runs before its end
+        @atexit.register  # registered after the encoder, so it runs before the encoder stops
         def first():
             assert len(results) == 4, results
             assert encoder.generate(IMAGE)
@@ -59,7 +59,7 @@ AT_EXIT = {
         for _ in range(4):
             threading.Thread(target=lambda: results.append(encoder.generate([IMAGE] * 2))).start()
     """,
-    "hooks that close": """
+    "atexit hooks that call close()": """
         be_slow()
         opened = []
 
@@ -93,20 +93,20 @@ AT_EXIT = {
         be_slow()
         encoder = encoder(queue_depth=2)
         loop = asyncio.new_event_loop()
-        loop.set_exception_handler(lambda *_: None)  # asyncio says that its tasks were destroyed
+        loop.set_exception_handler(lambda *_: None)  # asyncio reports that its tasks were destroyed
         tasks = [loop.create_task(encoder.generate_async([IMAGE] * 3)) for _ in range(9)]
         loop.call_later(0.05, loop.stop)
         loop.run_forever()
         loop.close()
     """,
-    "a closing in another thread": """
+    "close() in another thread": """
         be_slow()
         encoder = encoder(queue_depth=30)
         futures = [encoder.submit(IMAGE) for _ in range(30)]
         threading.Thread(target=encoder.close, daemon=True).start()
         until(lambda: encoder.health().state == "draining")
     """,
-    "a closing that a loop does not wait for": """
+    "close_async() that a loop does not wait for": """
         be_slow()
         encoder = encoder(queue_depth=30)
         futures = [encoder.submit(IMAGE) for _ in range(30)]
@@ -120,7 +120,7 @@ AT_EXIT = {
 
         asyncio.run(main())
     """,
-    "a closing in a callback": """
+    "close() in a callback": """
         be_slow()
         encoder = encoder(queue_depth=30)
         futures = [encoder.submit(IMAGE) for _ in range(30)]
@@ -135,10 +135,10 @@ AT_EXIT = {
         del encoder
         gc.collect()
     """,
-    "a host that closes in its finalizer": """
+    "an owner that calls close() in __del__": """
         be_slow()
 
-        class Host:
+        class Owner:
             def __init__(self):
                 self.encoder = encoder(queue_depth=30)
                 self.futures = [self.encoder.submit(IMAGE) for _ in range(5)]
@@ -146,12 +146,12 @@ AT_EXIT = {
             def __del__(self):
                 self.encoder.close()
 
-        one, other, third = Host(), Host(), Host()
-        del one  # closed by this
-        other.itself = other  # closed by the collector, at the latest when modules are taken down
+        one, other, third = Owner(), Owner(), Owner()
+        del one  # closes it
+        other.itself = other  # closed by the garbage collector, at the latest when modules are torn down
         del other
     """,
-    "an encoder that is being made": """
+    "an encoder under construction": """
         from mm_encoder.families.glm53 import Glm53
         build = Glm53.build_tower
 
@@ -193,7 +193,7 @@ def test_the_exit_code_of_the_program_is_kept(glm53_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_only_the_traceback_of_the_program_is_printed(glm53_checkpoint: Path, interrupted: bool) -> None:
-    end = "encoder.generate([IMAGE] * 500)" if interrupted else "raise KeyError('the hosts own')"
+    end = "encoder.generate([IMAGE] * 500)" if interrupted else "raise KeyError('of the program')"
     program = f"""
         be_slow()
         encoder = encoder(queue_depth=30)
@@ -207,7 +207,7 @@ def test_only_the_traceback_of_the_program_is_printed(glm53_checkpoint: Path, in
     assert errors.startswith("Traceback (most recent call last):")
     assert errors.count("Traceback") == 1
     last = errors.rstrip().splitlines()[-1]
-    assert last == ("KeyboardInterrupt" if interrupted else "KeyError: 'the hosts own'")
+    assert last == ("KeyboardInterrupt" if interrupted else "KeyError: 'of the program'")
 
 
 def test_the_interpreter_exits_after_failed_constructions(glm53_checkpoint: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_the_interpreter_exits_after_failed_constructions(glm53_checkpoint: Path
 
         def all_but_one_fail(*arguments):
             if not turn.acquire(blocking=False):
-                raise MemoryError("no room for a second tower")
+                raise MemoryError("no memory for a second tower")
             return build(*arguments)
 
         def refuse(thread):
@@ -231,7 +231,7 @@ def test_the_interpreter_exits_after_failed_constructions(glm53_checkpoint: Path
                 encoder(**settings)
             except error:
                 return
-            raise AssertionError("it was made")
+            raise AssertionError("it was constructed")
 
         Glm53.build_tower = all_but_one_fail
         fails(mm_encoder.DeviceOutOfMemoryError, replicas_per_gpu=3)
@@ -262,7 +262,7 @@ warnings.filterwarnings("ignore", "This process .* is multi-threaded", Deprecati
 def in_a_child(work):
     child = os.fork()
     if child == 0:
-        signal.alarm(int(5 * patience))  # the parent's is not the child's
+        signal.alarm(int(5 * patience))  # a child does not inherit its parent's alarm
         work()
         sys.exit(7)
     status = os.waitpid(child, 0)[1]
@@ -302,7 +302,7 @@ def test_a_forked_child_gets_an_error_in_every_state(glm53_checkpoint: Path) -> 
             setattr(owner, name, held)
             return lambda: setattr(owner, name, call)
 
-        for state in ("idle", "line full", "opening", "decoding", "running", "closing", "closed"):
+        for state in ("idle", "queue full", "opening", "decoding", "running", "closing", "closed"):
             it, futures, going, undo = encoder(queue_depth=1), [], threading.Event(), lambda: None
             held = {"opening": (Glm53, "open"), "decoding": (Source, "decode")}
             stage, callers = held.get(state, (GlmTower, "forward")), []
@@ -320,7 +320,7 @@ def test_a_forked_child_gets_an_error_in_every_state(glm53_checkpoint: Path) -> 
                 undo = blocked(*stage, going)
                 begin()
                 arrived.acquire()
-            if state == "line full":
+            if state == "queue full":
                 begin()
                 until(lambda: it.health().queue_length == 1)
                 begin()
@@ -346,8 +346,8 @@ def test_a_forked_child_gets_an_error_in_every_state(glm53_checkpoint: Path) -> 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_child_forked_while_a_lock_is_held_does_not_block(glm53_checkpoint: Path) -> None:
-    # Another thread holds the lock, and that thread is not in the child. The child has copies of the
-    # futures and tasks, which it may cancel, or collect, and of the encoder, which it may drop.
+    # A lock that another thread holds at the fork stays locked in the child, which lacks that thread.
+    # The child may still cancel or collect its copies of futures and tasks, and drop its copy of the encoder.
     program = """
         hold()
         it = encoder(queue_depth=2)
@@ -391,7 +391,7 @@ def test_a_child_forked_while_a_lock_is_held_does_not_block(glm53_checkpoint: Pa
                     global it
                     future.cancel()
                     for task in tasks:
-                        task.get_coro().close()  # as the collector does
+                        task.get_coro().close()  # as the garbage collector does
                     it.close()
                     it = None
                     gc.collect()
@@ -446,7 +446,7 @@ def test_a_forked_child_gets_an_error_and_exits(glm53_checkpoint: Path) -> None:
         "warnings.simplefilter('ignore')\n"
         "image = numpy.zeros((50, 50, 3), numpy.uint8)\n"
         "encoder = mm_encoder.Encoder(sys.argv[1], device='cpu')\n"
-        "with encoder._engine.scheduler._to_run:\n"  # forked in the worst moment
+        "with encoder._engine.scheduler._to_run:\n"  # the lock stays held in the child
         "    child = os.fork()\n"
         "if child == 0:\n"
         "    for call in (encoder.generate, encoder.submit):\n"
@@ -484,5 +484,5 @@ def test_a_child_forked_while_pillow_loads_can_plan(glm53_checkpoint: Path) -> N
 
 
 def _with_fork(program: str) -> str:
-    # The programs are indented, and what they begin with is not.
+    # The programs are indented, FORK is not.
     return "\n".join(" " * 8 + line for line in FORK.splitlines()) + program

@@ -69,7 +69,7 @@ def test_tensors_are_ordinary_and_own_their_storage(encoder: Encoder) -> None:
     assert not rows.requires_grad
     assert not rows.is_inference()
     assert torch.equal(torch.utils.dlpack.from_dlpack(rows), rows)
-    (rows.clone().requires_grad_() * 2).sum().backward()  # an inference tensor would refuse
+    (rows.clone().requires_grad_() * 2).sum().backward()  # an inference tensor would raise
 
 
 def test_a_view_of_a_larger_storage_is_copied_out(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_a_result_is_freed_with_its_last_reference(encoder: Encoder) -> None:
         result = encoder.generate(png(40, 40)).pop()
         watch = weakref.ref(result.tensor)
         del result
-        encoder.generate(png(20, 20))  # the replica has let go of the job before
+        encoder.generate(png(20, 20))  # so that the replica has released the previous job
         assert watch() is None
         future = encoder.submit(png(40, 40))
         watch = weakref.ref(future.result().tensor)

@@ -19,7 +19,7 @@ def test_no_thread_starts_after_the_group_is_sealed() -> None:
     with pytest.raises(EncoderClosedError, match="while it was being made"):
         group.start(late)
     joiner = threading.Thread(target=done.wait)
-    group.start_joiner(joiner)  # anyone else who stops the group waits for it
+    group.start_joiner(joiner)  # every other stop() of the group waits for it
     assert len(group.threads()) == 2
     done.set()
     group.stop(drain=True)

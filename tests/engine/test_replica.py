@@ -1,4 +1,4 @@
-"""In which order a replica uses its lane: a recording lane stands for the device."""
+"""The order in which a replica calls its lane, seen by a lane that records its calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMAGE = np.zeros((30, 30, 3), np.uint8)
 
 
 class RecordingLane(CpuLane):
-    """Writes down every call, and that it was made in the replica's thread inside the lane."""
+    """Records every call, and checks that it is made in the replica's thread inside `entered`."""
 
     log: list[Any]
 
@@ -82,7 +82,7 @@ def test_the_host_hand_off_waits_before_the_result(
     monkeypatch.setattr(GlmTower, "forward", noted)
     with Encoder(glm53_checkpoint, device="cpu", stream_priority=3) as encoder:
         assert encoder.stream_priority == -7
-        assert log == [("open", 3), ("wait",)]  # the weights are there before anyone is told so
+        assert log == [("open", 3), ("wait",)]  # the weights are uploaded before the encoder is ready
         log.clear()
         encoder.submit(IMAGE).add_done_callback(lambda _: log.append(("result",)))
     record_stream = ("record_stream", "the caller's stream")
@@ -95,7 +95,7 @@ def test_the_stream_hand_off_does_not_wait(glm53_checkpoint: Path, log: list[Any
         encoder.submit(IMAGE).add_done_callback(lambda _: log.append(("result",)))
     stream = "the caller's stream"
     handed_over = [("upload",), ("make wait", stream), ("record_stream", stream), ("result",)]
-    assert log == [*handed_over, ("drain",)]  # before the weights go, the work that reads them is done
+    assert log == [*handed_over, ("drain",)]  # the work that reads the weights is done before they are freed
 
 
 def test_a_failed_job_is_drained_before_its_future_is_done(

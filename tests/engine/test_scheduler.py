@@ -1,4 +1,4 @@
-"""Admission by jobs and bytes, order, cancellation, deadlines, closing."""
+"""The scheduler: admission by jobs and bytes, order, cancellation, deadlines, closing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.threads
 
 
 def blocked(scheduler: Scheduler, waiting: Job) -> threading.Thread:
-    """A thread that is waiting to admit a job."""
+    """Start a thread that blocks in the admission of a job."""
     thread = started(lambda: enter(scheduler, waiting))
     until(lambda: scheduler.slots.waiting + scheduler.bytes.waiting > 0)
     thread.join(0.02)
@@ -74,7 +74,7 @@ def test_both_queues_are_fifo() -> None:
     jobs = [enter(scheduler, job()) for _ in range(5)]
     workers = [take(scheduler) for _ in jobs]
     assert [worker.job for worker in workers] == jobs
-    for worker in reversed(workers):  # the first is the slowest
+    for worker in reversed(workers):  # the first job is prepared last
         scheduler.finish_preparing(worker)
     assert [scheduler.next_to_run(worker) for worker in workers] == jobs
 
@@ -119,7 +119,7 @@ def test_closing_refuses_waiting_callers_and_drains_accepted_jobs() -> None:
     scheduler.close()
     for caller in callers:
         caller.join(5)
-    assert len(set(map(id, refused))) == 3  # each has one of its own
+    assert len(set(map(id, refused))) == 3  # each has a separate exception
     assert run_one(scheduler) is accepted
     worker = Worker("test", scheduler)
     assert scheduler.next_to_prepare(worker) is None
@@ -254,7 +254,7 @@ def test_a_large_job_is_not_overtaken_by_small_ones() -> None:
     enter(scheduler, job(50))
     large, small = job(80), job(10)
     first = blocked(scheduler, large)
-    second = started(lambda: enter(scheduler, small))  # there is room for it, and it waits its turn
+    second = started(lambda: enter(scheduler, small))  # would fit, but waits behind the large job
     until(lambda: scheduler.bytes.waiting == 2)
     run_one(scheduler)
     first.join(5)
@@ -357,7 +357,7 @@ def test_a_late_job_is_dropped_at_every_stage(stage: str) -> None:
 
 
 def test_a_passed_deadline_fails_at_once_and_a_running_job_finishes() -> None:
-    scheduler = Scheduler(1, 100, replicas=1)  # nobody watches
+    scheduler = Scheduler(1, 100, replicas=1)  # no thread runs the deadlines
     late = enter(scheduler, job(deadline=1e-9))
     assert isinstance(late.future.exception(timeout=0), DeadlineExceededError)
     assert held(scheduler) == (0, 0)
@@ -386,7 +386,7 @@ def test_an_earlier_deadline_added_later_is_met() -> None:
     deadlines.join(5)
 
 
-# --- faults ------------------------------------------------------------------------------------------
+# --- failures ----------------------------------------------------------------------------------------
 
 
 def test_an_error_in_opening_releases_the_slot() -> None:

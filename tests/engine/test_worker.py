@@ -1,4 +1,4 @@
-"""Whose thread it is."""
+"""Which object a thread belongs to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_thread_with_the_ident_of_a_dead_owned_thread_is_not_owned() -> None:
     number, belongs = told.pop()
     assert belongs
     assert own.ident == number
-    for _ in range(1000):  # the system gives a number again, usually at once
+    for _ in range(1000):  # the system reuses an ident, usually at once
         other = threading.Thread(target=tell)
         other.start()
         other.join()

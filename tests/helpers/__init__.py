@@ -34,7 +34,7 @@ from .images import saved as saved
 from .images import scans_apart as scans_apart
 from .images import segment as segment
 from .images import shown_by_pillow as shown_by_pillow
-from .programs import BEGINNING as BEGINNING
+from .programs import PRELUDE as PRELUDE
 from .programs import outcome_of as outcome_of
 from .waiting import in_flight as in_flight
 from .waiting import nothing_left as nothing_left

@@ -1,6 +1,7 @@
-"""The steps of a hand-off of rows between streams, to the host and back, and those steps left out.
+"""Checks of the hand-off of rows between streams, and of their copies to the host and back.
 
-test_device.py runs them on a model of CUDA, test_cuda.py on a GPU.
+Each step of a hand-off can be left out as a control. test_device.py runs the checks on a model of CUDA
+streams, test_cuda.py on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mm_encoder.contract import ImageMetadata, ImageResult
 from mm_encoder.device import CudaLane, CudaTransfers
 
 HANDOFFS = ("host", "stream")
-# A hand-off, and the step that is left out.
+# Pairs of a hand-off and the step that is left out.
 CONTROLS = (
     ("stream", "staging"),
     ("host", "wait"),
@@ -33,8 +34,8 @@ UPLOAD_CONTROLS = (
 )
 
 
-def pictures(seed: int) -> list[torch.Tensor]:
-    """Of one size, and of no value in common."""
+def random_inputs(seed: int) -> list[torch.Tensor]:
+    """Return 12 random inputs of one size."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 256, (256, 588), dtype=torch.uint8, generator=generator) for _ in range(12)]
 
@@ -49,7 +50,7 @@ def leave_out(step: str, lane: CudaLane, consumer: Any) -> None:
     setattr(owner, name, lambda *_: None)
 
 
-def right(
+def rows_are_right(
     lane: CudaLane,
     consumer: Any,
     handoff: str,
@@ -57,15 +58,17 @@ def right(
     read: Callable[[Any, Any], torch.Tensor],
     seed: int = 0,
 ) -> list[bool]:
-    """Take the lane through jobs as a replica does, with a `tower` that inverts bits. For each: whether
-    `consumer` reads its rows, when it gets there, though the caller has kept neither picture nor rows.
+    """Take the lane through jobs as a replica does, with a `tower` that inverts bits.
+
+    Return for each job whether `consumer` reads the right rows, although the caller has dropped both input
+    and rows.
     """
     seen, wanted = [], []
-    for number, picture in enumerate(pictures(seed)):
-        wanted.append(~picture)
+    for number, source in enumerate(random_inputs(seed)):
+        wanted.append(~source)
         with lane.entered():
-            rows = tower(lane.upload(picture))
-            picture.zero_()
+            rows = tower(lane.upload(source))
+            source.zero_()
             if handoff == "host":
                 lane.wait()
             else:
@@ -74,7 +77,7 @@ def right(
         seen.append(read(rows, consumer))
         del rows
         if number % 4 == 3:
-            consumer.synchronize()  # it catches up, and what it has read can be allocated again
+            consumer.synchronize()  # it catches up, and the memory that it has read can be allocated again
     return [torch.equal(a.cpu(), b) for a, b in zip(seen, wanted, strict=True)]
 
 
@@ -96,7 +99,7 @@ def result_of(rows: torch.Tensor) -> ImageResult:
     return ImageResult(rows, metadata)
 
 
-def leave_out_of_transfers(
+def leave_out_transfer_step(
     step: str,
     transfers: CudaTransfers,
     consumer: Any,
@@ -124,26 +127,26 @@ def leave_out_of_transfers(
 
 
 Checks = tuple[list[bool], list[bool]]
-"""Whether rows are right as soon as they are had, and whether they are in the end."""
+"""Whether rows are right as soon as they are returned, and whether they are right in the end."""
 
 
 def checked(seen: list[tuple[torch.Tensor, bool, torch.Tensor]]) -> Checks:
     return [at_once for _, at_once, _ in seen], [torch.equal(host, wanted) for host, _, wanted in seen]
 
 
-def brought_by_the_lane(lane: CudaLane, tower: Callable[[Any], Any], seed: int = 0) -> Checks:
+def downloaded_by_the_lane(lane: CudaLane, tower: Callable[[Any], Any], seed: int = 0) -> Checks:
     """Take the lane through jobs whose results are CPU tensors."""
     seen = []
-    for picture in pictures(seed):
-        wanted = ~picture
+    for source in random_inputs(seed):
+        wanted = ~source
         with lane.entered():
-            host = lane.download(tower(lane.upload(picture)))
+            host = lane.download(tower(lane.upload(source)))
             seen.append((host, torch.equal(host, wanted), wanted))
     lane._stream.synchronize()
     return checked(seen)
 
 
-def brought_by_the_writer(
+def downloaded_for_the_cache(
     transfers: CudaTransfers,
     lane: CudaLane,
     consumer: Any,
@@ -151,12 +154,12 @@ def brought_by_the_writer(
     tower: Callable[[Any], Any],
     seed: int = 0,
 ) -> Checks:
-    """Have results brought to the host as a cache's writer does, of which the caller keeps nothing."""
+    """Copy results to the host as the writer of a cache does, while the caller keeps none of them."""
     seen = []
-    for picture in pictures(seed):
-        wanted = ~picture
+    for source in random_inputs(seed):
+        wanted = ~source
         with lane.entered():
-            made = [tower(lane.upload(picture))]
+            made = [tower(lane.upload(source))]
             if handoff == "host":
                 lane.wait()
             else:
@@ -164,23 +167,24 @@ def brought_by_the_writer(
             lane.record_stream(made[0], consumer)
         host = transfers.download(made.pop(), transfers.mark(consumer))
         seen.append((host, torch.equal(host, wanted), wanted))
-        consumer.synchronize()  # as far as the consumer goes, the memory can be allocated again
+        consumer.synchronize()  # so that the consumer does not keep the memory from being allocated again
     transfers._down.synchronize()
     return checked(seen)
 
 
-def right_on_hits(
+def hits_are_right(
     transfers: CudaTransfers,
     consumer: Any,
     read: Callable[[Any, Any], torch.Tensor],
     seed: int = 0,
 ) -> list[bool]:
-    """For each hit whether `consumer` reads its rows, when it gets there, though the caller has not kept
-    them, and the cache not what they were copied from.
+    """Return for each hit whether `consumer` reads the right rows.
+
+    The caller has dropped the rows, and the cache the entry that they were copied from.
     """
-    seen, wanted = [], pictures(seed)
-    for number, picture in enumerate(wanted):
-        rows = transfers.upload(result_of(picture.pin_memory()), consumer).tensor
+    seen, wanted = [], random_inputs(seed)
+    for number, source in enumerate(wanted):
+        rows = transfers.upload(result_of(source.pin_memory()), consumer).tensor
         seen.append(read(rows, consumer))
         del rows
         if number % 4 == 3:

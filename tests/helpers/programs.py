@@ -1,4 +1,4 @@
-"""Programs that run in a process of their own, with an encoder and a time limit."""
+"""Programs that run in a new process, with helpers to make an encoder and a time limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-BEGINNING = """
+PRELUDE = """
 import asyncio, atexit, faulthandler, gc, os, signal, sys, threading, time, warnings
 began = time.monotonic()
 import numpy, torch
@@ -57,7 +57,7 @@ def outcome_of(program: str, checkpoint: Path, *options: str, limit: int = 10) -
 
     If it hangs, it prints the stack of every thread after `limit` seconds and is killed.
     """
-    source = BEGINNING.replace("LIMIT", str(limit)) + textwrap.dedent(program)
+    source = PRELUDE.replace("LIMIT", str(limit)) + textwrap.dedent(program)
     run = subprocess.Popen(
         [sys.executable, *options, "-c", source, str(checkpoint)],
         stdout=subprocess.PIPE,
