@@ -12,7 +12,7 @@ from ..helpers.holding import Hold, hold_towers
 
 @pytest.fixture
 def towers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
-    """Blocks every tower call until `let_go`."""
+    """Blocks every tower call until `release`."""
     with hold_towers(monkeypatch) as hold:
         yield hold
 

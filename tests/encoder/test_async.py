@@ -186,7 +186,7 @@ class Faulty:
     async def begun(self) -> asyncio.Task[list[ImageResult]]:
         call = asyncio.create_task(self._encoder.generate_async([self._bad, GOOD]))
         await asyncio.to_thread(self.patches.wait)
-        self._opening.let_go()
+        self._opening.release()
         await until_async(lambda: self._encoder.stats().failed == 1)
         await asyncio.sleep(0.02)
         assert not call.done()
@@ -202,7 +202,7 @@ def test_a_failed_call_raises_after_its_preparation_has_stopped(
 
         async def main() -> None:
             call = await faulty.begun()
-            faulty.patches.let_go()
+            faulty.patches.release()
             with pytest.raises(MediaDecodeError, match=r"^images\[0\]: "):
                 await call
             assert in_flight(encoder) == (0, 0, 0, 0)
@@ -222,7 +222,7 @@ def test_a_failed_call_can_be_cancelled_while_its_preparation_stops(
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            faulty.patches.let_go()
+            faulty.patches.release()
 
         asyncio.run(main())
         nothing_left(encoder)
@@ -276,7 +276,7 @@ def test_the_event_loop_is_never_blocked(
                 start = count[0]
                 await until_async(lambda: count[0] > start + 20)
                 assert not call.done()
-                hold.let_go()
+                hold.release()
                 assert len(await call) == 1
 
         asyncio.run(main())
@@ -297,7 +297,7 @@ def test_control_generate_blocks_the_event_loop(glm53_checkpoint: Path, towers: 
                     for _ in range(2):
                         counted.append(count[0])
                         threading.Event().wait(0.1)
-                    towers.let_go()
+                    towers.release()
 
                 looking = threading.Thread(target=look)
                 looking.start()
@@ -319,7 +319,7 @@ def test_calls_start_no_threads(glm53_checkpoint: Path, towers: Hold) -> None:
             calls = [asyncio.create_task(encoder.generate_async(GOOD)) for _ in range(200)]
             await until_async(lambda: encoder.health().waiting == 197)
             assert threading.active_count() == before
-            towers.let_go()
+            towers.release()
             assert len(await asyncio.gather(first, *calls)) == 201
             assert threading.active_count() == before
 
@@ -359,7 +359,7 @@ def test_threads_and_event_loops_share_one_fifo_queue(glm53_checkpoint: Path, to
                 await until_async(lambda number=number: encoder.health().waiting == number + 1)  # type: ignore[misc]
             numbers = [job.number for job in encoder._engine.scheduler.slots._waiters]
             assert numbers == sorted(numbers)
-            towers.let_go()
+            towers.release()
             await asyncio.gather(*tasks)
             assert running.result()
             assert queued.result()
@@ -397,7 +397,7 @@ def test_a_full_queue_refuses_in_time(glm53_checkpoint: Path, towers: Hold, time
                 await encoder.generate_async(GOOD, timeout=timeout)
             assert encoder.stats().refused == 2
             assert encoder.health().waiting == 0
-            towers.let_go()
+            towers.release()
             assert len(await queued) == 1
             assert await encoder.generate_async(GOOD, timeout=timeout)
 
@@ -416,7 +416,7 @@ def test_very_long_timeouts_and_deadlines_wait(glm53_checkpoint: Path, towers: H
                 asyncio.create_task(encoder.generate_async(GOOD, timeout=far, deadline=far)) for _ in range(4)
             ]
             await until_async(lambda: encoder.health().waiting == 2)
-            towers.let_go()
+            towers.release()
             assert len(await asyncio.gather(*calls)) == 4
 
         asyncio.run(main())
@@ -449,7 +449,7 @@ def test_closing_while_the_timeout_passes_raises_encoder_closed(
 
     with pytest.raises(EncoderClosedError):
         call()
-    towers.let_go()
+    towers.release()
     encoder.close()
     assert running.result()
     assert queued.result()
@@ -486,17 +486,17 @@ def test_a_deadline_applies_at_every_stage(
             await asyncio.to_thread(scene.reached)
             clock.pass_it()
             if stage == "running":  # a running job finishes
-                scene.let_go()
+                scene.release()
                 assert len(await call) == 1
                 return
             await until_async(lambda: scene.encoder.stats().late == 1)
             if stage in ("opening", "decoding", "patches"):
-                scene.let_go()  # generate_async raises once its preparation has stopped
+                scene.release()  # generate_async raises once its preparation has stopped
             with pytest.raises(DeadlineExceededError, match="^the deadline passed"):
                 await call
 
         asyncio.run(main())
-        scene.others_are_well()
+        scene.check_others()
         assert scene.encoder.stats().late == (stage != "running")
 
 
@@ -535,7 +535,7 @@ def test_a_cancelled_task_leaves_nothing_behind(
                 assert scene.encoder.health().queue_length == {"waiting": 2, "queued": 3, "ready": 2}[stage]
 
         asyncio.run(main())
-        scene.others_are_well()
+        scene.check_others()
         assert scene.encoder.stats().cancelled == (stage != "running")
 
 
@@ -554,7 +554,7 @@ def test_a_cancelled_call_cancels_all_its_images(glm53_checkpoint: Path, towers:
             assert (stats.requests, stats.cancelled) == (6, 5)  # the other three were never submitted
 
         asyncio.run(main())
-        towers.let_go()
+        towers.release()
         nothing_left(encoder)
 
 
@@ -775,7 +775,7 @@ def test_a_free_slot_is_used_while_the_loop_is_busy(glm53_checkpoint: Path, towe
         async def main() -> None:
             call = asyncio.create_task(encoder.generate_async(GOOD))
             await until_async(lambda: encoder.health().waiting == 1)
-            towers.let_go()
+            towers.release()
             # From here on this loop is blocked: the waiting call must be encoded without it.
             end = time.monotonic() + 10
             while encoder.stats().succeeded < 3 and time.monotonic() < end:
@@ -816,7 +816,7 @@ def test_leaving_the_block_by_an_exception_cancels_waiting_jobs(glm53_checkpoint
                 await asyncio.to_thread(towers.wait)
                 calls.extend(asyncio.create_task(encoder.generate_async([GOOD])) for _ in range(7))
                 await until_async(lambda: encoder.health().waiting == 4)
-                asyncio.get_running_loop().call_later(0.05, towers.let_go)
+                asyncio.get_running_loop().call_later(0.05, towers.release)
                 raise KeyError("the host's")
 
         with pytest.raises(KeyError, match="the host's"):
@@ -866,7 +866,7 @@ def test_close_async_refuses_waiting_callers_and_does_not_block_the_loop(
             start = count[0]
             await until_async(lambda: count[0] > start + 20)
             assert not any(task.done() for task in closing)  # a tower is still running
-            towers.let_go()
+            towers.release()
             await asyncio.gather(*closing)
         assert running.result(timeout=0)
         assert len(await queued) == 1
@@ -891,7 +891,7 @@ def test_cancelling_close_async_does_not_stop_the_closing(glm53_checkpoint: Path
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await encoder.close_async()
-        towers.let_go()
+        towers.release()
         await until_async(lambda: encoder.health().state == "closed")
         assert running.result(timeout=0)
 

@@ -72,7 +72,7 @@ def test_cancelling_at_every_stage_before_running(
         # If a thread is working on the job, its slot is released when that thread is done.
         assert scene.encoder.health().queue_length == length - (stage in ("queued", "ready"))
         assert scene.encoder.stats().cancelled == can
-        scene.others_are_well()
+        scene.check_others()
         if not can:
             assert future.result(timeout=30).metadata.length
         assert outcomes == [future]
@@ -113,7 +113,7 @@ def test_cancelling_an_image_wakes_every_waiter_of_its_future(
         future.cancel()
         joined(callers)  # while the stage is still held
         assert sorted(released) == ["as_completed", "exception", "result", "wait"]
-        scene.others_are_well()
+        scene.check_others()
 
 
 @threads
@@ -142,13 +142,13 @@ def test_control_slots_and_bytes_leak_without_release(
         monkeypatch.setattr(Scheduler, "_release", lambda _, job: kept.append(job))
         scene.reached()
         future.cancel()
-        scene.let_go()
+        scene.release()
         until(lambda: scene.encoder.stats().in_flight == 0)
         assert all(in_flight(scene.encoder)[2:])
         monkeypatch.setattr(Scheduler, "_release", release)
         for job in kept:
             scene.encoder._engine.scheduler._release(job)
-        scene.others_are_well()
+        scene.check_others()
 
 
 @threads
@@ -175,7 +175,7 @@ def test_a_callback_of_one_future_can_cancel_others(
         towers.wait()
         rest = [encoder.submit(image) for image in mixed(5)]
         first.add_done_callback(lambda _: [future.cancel() for future in rest])
-        towers.let_go()
+        towers.release()
         assert first.result(timeout=30)
         wait(rest, timeout=30)
         assert all(future.cancelled() for future in rest)
@@ -221,14 +221,14 @@ def test_cancelling_while_the_engine_releases_the_job(
 
         def late(one: Future[Any]) -> None:
             if one is future:
-                scene.let_go()
+                scene.release()
                 until(lambda: scene.encoder.health().queue_length == 0)
             call_back(one)
 
         monkeypatch.setattr(Future, "_invoke_callbacks", late)
         assert future.cancel()
         assert wait([future], timeout=10).not_done == set()
-        scene.others_are_well()
+        scene.check_others()
         assert scene.encoder.stats().cancelled == 1
 
 
@@ -278,7 +278,7 @@ def test_an_interrupted_caller_leaves_nothing_behind(
                 return result(future, timeout)
             monkeypatch.setattr(Future, "result", result)
             towers.wait()
-            towers.let_go()
+            towers.release()
             raise KeyboardInterrupt
 
         monkeypatch.setattr(Future, "result", interrupted)

@@ -76,7 +76,7 @@ def leave_by_an_exception(encoder: Encoder, towers: Hold) -> None:
 
     def interrupted() -> None:
         with encoder:
-            threading.Timer(0.1, towers.let_go).start()
+            threading.Timer(0.1, towers.release).start()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -183,7 +183,7 @@ def test_close_waits_in_every_thread_that_calls_it(glm53_checkpoint: Path, tower
     for closer in closers:
         closer.join(0.05)
         assert closer.is_alive()
-    towers.let_go()
+    towers.release()
     for closer in closers:
         closer.join(30)
         assert not closer.is_alive()

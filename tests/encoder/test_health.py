@@ -83,7 +83,7 @@ def test_a_lost_replica_fails_its_job_and_the_others_go_on(
         towers.wait(2)
         gone.set()
         towers.fail_with(cause)
-        towers.let_go()
+        towers.release()
         errors = [error for future in futures if (error := future.exception(timeout=30))]
         assert [type(error) for error in errors] == [ReplicaError]
         assert errors[0].__cause__ is cause
@@ -126,7 +126,7 @@ def test_losing_the_last_replica_fails_every_call_at_once(
     until(lambda: encoder.health().waiting == 3)
     gone.set()
     towers.fail_with(cause)
-    towers.let_go()
+    towers.release()
     for caller in callers:
         caller.join(30)
     told = [running.exception(timeout=30), *(future.exception(timeout=30) for future in waiting), *in_line]
@@ -176,7 +176,7 @@ def test_losing_the_last_replica_during_close_still_closes(
     until(lambda: encoder.health().state == "draining")
     gone.set()
     towers.fail_with(RuntimeError("CUDA error: gone"))
-    towers.let_go()
+    towers.release()
     closer.join(30)
     assert isinstance(running.exception(timeout=30), ReplicaError)
     with pytest.raises(EncoderClosedError):
@@ -193,7 +193,7 @@ def test_a_callback_that_exits_does_not_stop_the_closing(
     waiting = submitted(encoder, 3)
     for future in waiting:
         future.add_done_callback(lambda _: sys.exit(3))
-    threading.Timer(0.1, towers.let_go).start()
+    threading.Timer(0.1, towers.release).start()
 
     async def leave() -> None:
         async with encoder:
@@ -248,7 +248,7 @@ def test_a_preprocessing_thread_interrupted_with_a_job_fails_that_job(
 def test_out_of_memory_does_not_lose_the_replica(
     encoder: Encoder, towers: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    towers.let_go()
+    towers.release()
     towers.fail_with(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(DeviceOutOfMemoryError):
         encoder.generate(png())
@@ -289,7 +289,7 @@ def test_health_reports_waiting_queued_and_running_work(glm53_checkpoint: Path, 
         assert later.oldest_s is not None
         assert later.oldest_s >= health.oldest_s > 0
         assert encoder.stats().in_flight == 4
-        towers.let_go()
+        towers.release()
         caller.join(30)
 
 
@@ -345,7 +345,7 @@ def test_health_reports_starting_and_draining(
     closer = threading.Thread(target=encoder.close)
     closer.start()
     until(lambda: encoder.health().state == "draining")
-    towers.let_go()
+    towers.release()
     closer.join(30)
     assert encoder.health().state == "closed"
     assert future.result(timeout=0)
@@ -382,7 +382,7 @@ def test_every_image_is_counted_once(glm53_checkpoint: Path, towers: Hold) -> No
             encoder.submit(png(), timeout=0)
         stats = encoder.stats()
         assert (stats.requests, stats.in_flight) == (8, 4)
-        towers.let_go()
+        towers.release()
         for future in (running, *waiting):
             assert future.result(timeout=30)
     stats = encoder.stats()
@@ -416,7 +416,7 @@ def test_percentiles_are_nearest_rank() -> None:
 def test_log_records_have_fields_and_bad_media_is_not_logged(
     glm53_checkpoint: Path, towers: Hold, caplog: pytest.LogCaptureFixture
 ) -> None:
-    towers.let_go()
+    towers.release()
     with caplog.at_level(logging.INFO, "mm_encoder"), Encoder(glm53_checkpoint, device="cpu") as encoder:
         encoder.submit(b"nothing").exception()
         towers.fail_with(ValueError("odd"))
@@ -443,7 +443,7 @@ def test_changing_a_future_from_outside_affects_only_its_caller(
         future = encoder.submit(png(seed=1))
         given: dict[str, list[Any]] = {"set_result": [None], "set_exception": [KeyError()]}
         getattr(future, change)(*given.get(change, []))
-        towers.let_go()
+        towers.release()
         assert running.result(timeout=30)
         assert encoder.generate(png(seed=2))
         assert future.done()

@@ -61,7 +61,7 @@ def test_the_source_may_be_changed_after_submit_returns(encoder: Encoder, towers
     towers.wait()
     second = encoder.submit(array)
     array[:] = 0
-    towers.let_go()
+    towers.release()
     wanted = encoder.generate(original)[0]
     for future in (first, second):
         assert torch.equal(future.result().tensor, wanted.tensor)

@@ -47,7 +47,7 @@ def test_a_dropped_encoder_finishes_accepted_jobs(
         del encoder
         gc.collect()
         assert not any(future.done() for future in futures)
-        towers.let_go()
+        towers.release()
         assert all(future.result(timeout=30) for future in futures)
         for thread in running:
             thread.join(30)

@@ -51,7 +51,7 @@ def test_two_images_run_on_two_replicas_at_once(glm53_checkpoint: Path, towers: 
         futures = [encoder.submit(png(30, 30)) for _ in range(2)]
         towers.wait()
         towers.wait()
-        towers.let_go()
+        towers.release()
         assert all(future.result(timeout=30) for future in futures)
 
 
@@ -87,7 +87,7 @@ def test_a_full_queue_blocks_until_a_job_is_cancelled(glm53_checkpoint: Path, to
         caller.join(30)
         assert not caller.is_alive()
         assert not running.cancel()
-        towers.let_go()
+        towers.release()
         for future in (running, waiting[1], *late):
             assert future.result(timeout=30).metadata.length > 0
     assert in_flight(encoder) == (0, 0, 0, 0)

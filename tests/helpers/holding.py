@@ -22,7 +22,7 @@ from .waiting import nothing_left, until
 
 
 class Hold:
-    """Blocks the calls of `owner.name` for which `when` is true, until `let_go`; `wait` waits for them."""
+    """Blocks the calls of `owner.name` for which `when` is true, until `release`; `wait` waits for them."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Hold:
         for _ in range(calls):
             assert self._arrived.acquire(timeout=30)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the blocked calls and block no more."""
         self._opened.set()
 
@@ -62,7 +62,7 @@ class Hold:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.let_go()
+        self.release()
 
 
 def hold_towers(monkeypatch: pytest.MonkeyPatch) -> Hold:
@@ -77,7 +77,7 @@ class Scene:
     """An encoder in which the image `victim` stops at one stage, with other images before and behind it.
 
     The context manager blocks that stage. Inside, the test submits `victim` and calls `reached`; at the end
-    `others_are_well` releases the stage and checks the results of the other images.
+    `check_others` releases the stage and checks the results of the other images.
     """
 
     def __init__(self, stage: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ class Scene:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hold.let_go()
+        self._hold.release()
         self.encoder.close()
 
     def reached(self) -> None:
@@ -123,12 +123,12 @@ class Scene:
             self._hold.wait()
         self._submit(2)
 
-    def let_go(self) -> None:
-        self._hold.let_go()
+    def release(self) -> None:
+        self._hold.release()
 
-    def others_are_well(self) -> None:
+    def check_others(self) -> None:
         """Check that the other images have their undisturbed results and that nothing is left in flight."""
-        self.let_go()
+        self.release()
         for future, wanted in zip(self._others, self._wanted, strict=False):
             rows, metadata = future.result(timeout=30)
             assert torch.equal(rows, wanted.tensor)
