@@ -41,7 +41,7 @@ from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.source import Source
 
 from .helpers import images
-from .helpers.waiting import nothing_left, until
+from .helpers.waiting import HANG, nothing_left, until
 
 pytestmark = pytest.mark.threads
 
@@ -70,7 +70,7 @@ class Work:
         def counted_forward(*arguments: Any) -> torch.Tensor:
             self.run += 1
             self.arrived.release()
-            assert self.opened.wait(30)
+            assert self.opened.wait(HANG)
             if self.failing:
                 raise self.failing.pop()
             return forward(*arguments)
@@ -82,7 +82,7 @@ class Work:
         self.opened.clear()
 
     def wait(self) -> None:
-        assert self.arrived.acquire(timeout=30)
+        assert self.arrived.acquire(timeout=HANG)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_an_image_is_encoded_once(make: Make, work: Work, encoder: Encoder) -> N
 def test_every_method_serves_hits(make: Make, work: Work) -> None:
     encoder = make()
     first = encoder.generate(png())[0].tensor
-    assert encoder.submit(png()).result(timeout=30).tensor is first
+    assert encoder.submit(png()).result(timeout=HANG).tensor is first
     assert encoder.encode_image(png())["embeddings"] is first
     assert asyncio.run(encoder.generate_async([png()]))[0].tensor is first
     assert asyncio.run(encoder.encode_image_async(png()))["embeddings"] is first
@@ -192,8 +192,8 @@ def test_expected_tokens_are_checked_for_hits_and_followers(make: Make, work: Wo
     work.wait()
     right, wrong = encoder.submit(png(1), expected_tokens=rows), encoder.submit(png(1), expected_tokens=99)
     work.opened.set()
-    assert right.result(timeout=30).tensor is leader.result(timeout=30).tensor
-    assert isinstance(wrong.exception(timeout=30), PlanMismatchError)
+    assert right.result(timeout=HANG).tensor is leader.result(timeout=HANG).tensor
+    assert isinstance(wrong.exception(timeout=HANG), PlanMismatchError)
     assert work.run == 2
 
 
@@ -240,7 +240,7 @@ def test_no_hits_from_before_bump_weights(make: Make, work: Work, tmp_path: Path
     work.wait()
     encoder.bump_weights()
     work.opened.set()
-    assert under_way.result(timeout=30)
+    assert under_way.result(timeout=HANG)
     assert [r.metadata.cache for r in encoder.generate([png(), png(1)])] == ["miss", "miss"]
     assert [r.metadata.cache for r in encoder.generate([png(), png(1)])] == ["memory", "memory"]
     encoder.close()
@@ -259,7 +259,7 @@ def test_64_callers_of_one_image_make_one_decode_and_one_run(make: Make, work: W
     results: list[ImageResult] = []
 
     def ask() -> None:
-        results.append(encoder.submit(png()).result(timeout=60))
+        results.append(encoder.submit(png()).result(timeout=HANG))
 
     def generate() -> None:
         results.extend(encoder.generate(png()))
@@ -276,7 +276,7 @@ def test_64_callers_of_one_image_make_one_decode_and_one_run(make: Make, work: W
     threads[-1].join(0.1)
     work.opened.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG)
     assert len(results) == 64
     assert (work.decoded, work.run) == (1, 1)
     assert len({result.tensor.data_ptr() for result in results}) == 1
@@ -297,8 +297,8 @@ def test_followers_get_their_rows_when_the_leader_is_cancelled(make: Make, work:
     assert leader.cancel()
     assert followers[0].cancel()
     work.opened.set()
-    assert followers[1].result(timeout=30).tensor is followers[2].result(timeout=30).tensor
-    assert blocker.result(timeout=30)
+    assert followers[1].result(timeout=HANG).tensor is followers[2].result(timeout=HANG).tensor
+    assert blocker.result(timeout=HANG)
     assert work.run == 2
     nothing_left(encoder)
 
@@ -313,7 +313,7 @@ def test_a_queued_image_is_not_encoded_when_all_its_waiters_cancel(make: Make, w
     assert all(ask.cancel() for ask in asks)
     until(lambda: encoder.health().queue_length == 0)  # a thread may have been preparing it
     work.opened.set()
-    assert blocker.result(timeout=30)
+    assert blocker.result(timeout=HANG)
     encoder.generate(png(9))
     assert work.run == 1
     assert encoder.generate(png())[0].metadata.cache == "miss"
@@ -330,7 +330,7 @@ def test_neither_leader_nor_follower_cancels_a_running_job(make: Make, work: Wor
     assert not follower.cancel()
     threading.Event().wait(0.1)
     work.opened.set()
-    assert leader.result(timeout=30).tensor is follower.result(timeout=30).tensor
+    assert leader.result(timeout=HANG).tensor is follower.result(timeout=HANG).tensor
 
 
 def test_an_error_reaches_leader_and_followers_and_is_not_cached(
@@ -343,7 +343,7 @@ def test_an_error_reaches_leader_and_followers_and_is_not_cached(
     asks += [encoder.submit(png()) for _ in range(5)]
     work.failing.append(ValueError("odd"))
     work.opened.set()
-    errors = [ask.exception(timeout=30) for ask in asks]
+    errors = [ask.exception(timeout=HANG) for ask in asks]
     assert all(isinstance(error, ReplicaError) for error in errors)
     assert len(set(map(id, errors))) == 6
     assert encoder.generate(png())[0].metadata.cache == "miss"
@@ -355,7 +355,7 @@ def test_bad_media_fails_each_time_and_is_not_cached(make: Make, work: Work) -> 
     for _ in range(2):
         with pytest.raises(MediaDecodeError, match=r"^images\[1\]: "):
             encoder.generate([png(), cut])
-        assert isinstance(encoder.submit(b"nothing").exception(timeout=30), MediaDecodeError)
+        assert isinstance(encoder.submit(b"nothing").exception(timeout=HANG), MediaDecodeError)
         with pytest.raises(MediaError):
             asyncio.run(encoder.generate_async(cut))
     assert encoder.cache_stats().memory_entries == 1
@@ -371,11 +371,11 @@ def test_deadlines_are_per_caller(make: Make, work: Work) -> None:
     late = encoder.submit(png(), deadline=time.monotonic() + 0.1)
     until(lambda: encoder.cache_stats().misses == 2)
     patient = encoder.submit(png())
-    assert isinstance(late.exception(timeout=30), DeadlineExceededError)
+    assert isinstance(late.exception(timeout=HANG), DeadlineExceededError)
     assert not patient.done()
     work.opened.set()
-    assert patient.result(timeout=30)
-    assert blocker.result(timeout=30)
+    assert patient.result(timeout=HANG)
+    assert blocker.result(timeout=HANG)
     assert isinstance(encoder.submit(png(), deadline=1e-9).exception(timeout=0), DeadlineExceededError)
     nothing_left(encoder)
 
@@ -386,11 +386,11 @@ def test_a_late_image_is_counted_as_late(make: Make, work: Work) -> None:
     blocker = encoder.submit(png(9))
     work.wait()
     late = encoder.submit(png(), deadline=time.monotonic() + 0.1)
-    assert isinstance(late.exception(timeout=30), DeadlineExceededError)
+    assert isinstance(late.exception(timeout=HANG), DeadlineExceededError)
     until(lambda: encoder.stats().late == 1)
     assert encoder.stats().cancelled == 0
     work.opened.set()
-    assert blocker.result(timeout=30)
+    assert blocker.result(timeout=HANG)
 
 
 def test_a_failed_generate_returns_after_its_preparation_has_stopped(
@@ -402,7 +402,7 @@ def test_a_failed_generate_returns_after_its_preparation_has_stopped(
 
     def slow(*arguments: Any) -> Any:
         inside.set()
-        assert opened.wait(30)
+        assert opened.wait(HANG)
         return patches(*arguments)
 
     monkeypatch.setattr(Glm53, "patches", slow)
@@ -419,10 +419,10 @@ def test_a_failed_generate_returns_after_its_preparation_has_stopped(
 
         caller = threading.Thread(target=ask)
         caller.start()
-        assert inside.wait(30)
+        assert inside.wait(HANG)
         assert not ended.wait(0.1)
         opened.set()
-        caller.join(30)
+        caller.join(HANG)
         assert ended.is_set()
         nothing_left(encoder)
 
@@ -453,10 +453,10 @@ def test_an_internal_error_on_delivery_leaves_no_waiter(
             work.opened.set()
         if where != "give":
             asks = [encoder.submit(png()) for _ in range(3)]
-        outcomes = [ask.exception(timeout=30) for ask in asks]
+        outcomes = [ask.exception(timeout=HANG) for ask in asks]
     assert where != "keep" or outcomes == [None] * 3
     assert where != "share" or isinstance(outcomes[0], ReplicaError)
-    assert encoder.submit(png()).result(timeout=30)
+    assert encoder.submit(png()).result(timeout=HANG)
     nothing_left(encoder)
     assert where != "keep" or (encoder.cache_stats().errors == 1 and "a result was not kept" in caplog.text)
 
@@ -482,10 +482,10 @@ def test_callbacks_of_a_hit_found_before_decoding_run_without_the_cpu_permit(
     answers: list[ImageResult] = []
     second.add_done_callback(lambda _: answers.extend(other.generate(png(3))))
     work.opened.set()
-    assert second.result(timeout=30)
+    assert second.result(timeout=HANG)
     until(lambda: len(answers) == 1)
-    assert first.result(timeout=30)
-    assert blocker.result(timeout=30)
+    assert first.result(timeout=HANG)
+    assert blocker.result(timeout=HANG)
 
 
 def test_an_image_cancelled_while_hashed_leaves_no_flight(
@@ -499,12 +499,12 @@ def test_an_image_cancelled_while_hashed_leaves_no_flight(
     def slow(source: Source, model: str) -> str:
         if threading.current_thread().name.startswith("mm-encoder-prep"):
             hashed.release()
-            assert opened.wait(30)
+            assert opened.wait(HANG)
         return mm_hash(source, model)
 
     monkeypatch.setattr(Source, "mm_hash", slow)
     ask = encoder.submit(array)
-    assert hashed.acquire(timeout=30)
+    assert hashed.acquire(timeout=HANG)
     assert ask.cancel()
     opened.set()
     until(lambda: encoder.health().preprocessing[0].busy_s is None)
@@ -515,7 +515,7 @@ def test_an_image_cancelled_while_hashed_leaves_no_flight(
 def test_a_stored_error_of_generate_async_keeps_no_results_alive(make: Make, work: Work) -> None:
     encoder = make(memory_bytes=0)
     watches: list[weakref.ref[torch.Tensor]] = []
-    keep = encoder.submit(png(0)).result(timeout=30)
+    keep = encoder.submit(png(0)).result(timeout=HANG)
     del keep
 
     async def call() -> MediaError:
@@ -560,7 +560,7 @@ def test_hits_and_followers_bypass_a_full_queue(make: Make, work: Work) -> None:
     assert asyncio.run(encoder.generate_async(png(), timeout=0))[0].metadata.cache == "memory"
     work.opened.set()
     for future in (running, waiting, follower):
-        assert future.result(timeout=30)
+        assert future.result(timeout=HANG)
     nothing_left(encoder)
 
 
@@ -578,10 +578,10 @@ def test_a_refused_leader_does_not_fail_its_followers(make: Make, work: Work) ->
         with pytest.raises(EncoderBusyError):
             encoder.submit(png(), timeout=0.01)
     work.opened.set()
-    caller.join(30)
-    assert patient[0].result(timeout=30)
-    assert running.result(timeout=30)
-    assert waiting.result(timeout=30)
+    caller.join(HANG)
+    assert patient[0].result(timeout=HANG)
+    assert running.result(timeout=HANG)
+    assert waiting.result(timeout=HANG)
     nothing_left(encoder)
 
 
@@ -627,7 +627,7 @@ def test_rows_stay_right_while_entries_are_evicted(make: Make, work: Work) -> No
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(HANG)
     assert wrong == []
     stats = encoder.cache_stats()
     assert stats.memory_bytes <= 3 * one
@@ -738,7 +738,7 @@ def test_a_result_is_freed_with_its_last_reference(make: Make, work: Work) -> No
     gc.disable()
     try:
         future = encoder.submit(png())
-        watch = weakref.ref(future.result(timeout=30).tensor)
+        watch = weakref.ref(future.result(timeout=HANG).tensor)
         del future
         until(lambda: encoder.health().replicas[0].busy_s is None)
         encoder.generate(png(1))
@@ -769,5 +769,5 @@ def test_a_callback_may_close_an_encoder_with_a_cache(make: Make, work: Work) ->
         closed.set()
 
     encoder.submit(png()).add_done_callback(on_result)
-    assert closed.wait(30)
+    assert closed.wait(HANG)
     encoder.close()

@@ -43,7 +43,7 @@ from .helpers.handoff import (
     leave_out_transfer_step,
     rows_are_right,
 )
-from .helpers.waiting import until
+from .helpers.waiting import HANG, until
 
 pytestmark = pytest.mark.needs_cuda
 
@@ -255,7 +255,7 @@ def test_a_thousand_images_are_correct_with_late_lanes_and_a_late_consumer(
     ahead: deque[Future[ImageResult]] = deque()
 
     def read() -> None:
-        rows = ahead.popleft().result(timeout=30).tensor
+        rows = ahead.popleft().result(timeout=HANG).tensor
         hold(0.001)
         seen.append(rows.clone())  # enqueued now, executed long after `rows` is dropped
 
@@ -489,7 +489,7 @@ def test_encoding_goes_on_while_another_thread_captures_a_graph(glm53_checkpoint
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             y = x * 2
             capturing.set()
-            assert encoded.wait(60)
+            assert encoded.wait(HANG)
             z = y + 1
         x.fill_(3)
         torch.cuda.synchronize()
@@ -499,7 +499,7 @@ def test_encoding_goes_on_while_another_thread_captures_a_graph(glm53_checkpoint
     with ThreadPoolExecutor(1) as host:
         captured = host.submit(capture)
         try:
-            assert capturing.wait(30)
+            assert capturing.wait(HANG)
             # New encoders too: staging, memory and weights are allocated during the capture.
             settings: dict[str, Any]
             for handoff in HANDOFFS:
@@ -508,7 +508,7 @@ def test_encoding_goes_on_while_another_thread_captures_a_graph(glm53_checkpoint
                     assert all_equal(rows_of(encoder.generate(images)), wanted)
         finally:
             encoded.set()
-        assert captured.result(timeout=60).eq(7).all()
+        assert captured.result(timeout=HANG).eq(7).all()
 
 
 def test_the_callers_device_stream_and_dtype_are_unchanged(glm53_checkpoint: Path) -> None:
@@ -569,7 +569,7 @@ def test_a_full_device_fails_one_job_and_its_error_holds_no_memory(
             kept = []
             for _ in range(3):
                 future = encoder.submit(large)
-                kept.append(future.exception(timeout=120))
+                kept.append(future.exception(timeout=HANG))
                 until(lambda: torch.cuda.memory_allocated(GPU) == before)
                 assert all_equal(rows_of(encoder.generate(small)), wanted)
             for error in kept:
@@ -590,7 +590,7 @@ def outcome_of(program: str, checkpoint: Path, *arguments: str) -> tuple[int, st
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, str(checkpoint), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=2 * HANG,
         check=False,
     )
     return run.returncode, run.stdout.strip(), run.stderr

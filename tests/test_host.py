@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import GOLDEN
+from .helpers.waiting import HANG
 
 PROGRAM = """
     import asyncio, gc, hashlib, io, logging, os, random, signal, sys, threading, warnings
@@ -126,7 +127,7 @@ def outcome(host: str) -> str:
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(GOLDEN), host],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=2 * HANG,
         check=False,
         cwd=Path(__file__).parent,
     )

@@ -22,7 +22,7 @@ import torch
 from mm_encoder import Encoder, ImageResult, MediaError
 
 from .helpers.images import noise, saved
-from .helpers.waiting import until
+from .helpers.waiting import HANG, until
 
 IMAGES, CALLERS, REPLICAS = 2000, 16, 4
 
@@ -126,7 +126,7 @@ class Caller:
             if self.chance.random() < 0.1 and future.cancel():
                 self.cancelled += 1
                 continue
-            self.check(item, future.exception(timeout=60) or future.result(timeout=0))
+            self.check(item, future.exception(timeout=HANG) or future.result(timeout=0))
 
     def tasks(self) -> None:
         """Encode in twenty tasks on an event loop; one image in ten has a very short timeout."""
@@ -173,7 +173,7 @@ def test_concurrent_callers_get_their_own_rows_and_nothing_is_left(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(150)
+            thread.join(HANG)
             assert not thread.is_alive()
         assert faults == []
         assert [wrong for caller in callers for wrong in caller.wrong] == []
@@ -237,7 +237,7 @@ def peak(checkpoint: Path, way: str) -> int:
         [sys.executable, "-c", program, str(checkpoint), str(DEPTH), str(SIDE), way],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=2 * HANG,
         check=False,
     )
     assert (run.returncode, run.stderr) == (0, "")

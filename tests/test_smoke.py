@@ -43,7 +43,7 @@ def run(*command: object, cwd: Path = SMOKE.parent) -> subprocess.CompletedProce
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,  # only ends a hang; a script cannot import helpers/waiting.py
         check=False,
     )
 

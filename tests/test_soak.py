@@ -12,6 +12,7 @@ import pytest
 
 from .helpers.abuse import ABUSE
 from .helpers.images import noise, saved
+from .helpers.waiting import HANG
 
 SCALE = 10 if os.environ.get("SOAK") else 1
 KIB_PER_IMAGE = 1.0
@@ -74,7 +75,7 @@ def slope(checkpoint: Path, files: list[Path], count: int, leak: int = 0, cache:
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=2 * HANG,
         check=False,
         # Torch's threads wait for each other in busy loops, which is slow beside other busy processes. An
         # arena for every few threads fills up at its own pace, which a short run takes for growth.

@@ -37,16 +37,16 @@ from mm_encoder.families.glm53 import Glm53, GlmTower
 from ..helpers.holding import STAGES, Hold, Scene
 from ..helpers.images import mixed, noise, png, saved
 from ..helpers.programs import outcome_of
-from ..helpers.waiting import in_flight, nothing_left, until
+from ..helpers.waiting import HANG, in_flight, nothing_left, until
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 threads = pytest.mark.threads
 
 
 async def until_async(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + HANG
     while not condition():
-        assert time.monotonic() < end, "the condition was still false after 30 s"
+        assert time.monotonic() < end, f"the condition was still false after {HANG} s"
         await asyncio.sleep(0.001)
 
 
@@ -443,9 +443,9 @@ def test_closing_while_the_timeout_passes_raises_encoder_closed(
 
     def call() -> None:
         if asynchronous:
-            asyncio.run(asyncio.wait_for(encoder.generate_async(GOOD, timeout=0.02), 10))
+            asyncio.run(asyncio.wait_for(encoder.generate_async(GOOD, timeout=0.02), HANG))
         else:
-            encoder.submit(GOOD, timeout=0.02).result(timeout=10)
+            encoder.submit(GOOD, timeout=0.02).result(timeout=HANG)
 
     with pytest.raises(EncoderClosedError):
         call()
@@ -609,7 +609,7 @@ def test_several_loops_share_an_encoder(glm53_checkpoint: Path) -> None:
         for caller in callers:
             caller.start()
         for caller in callers:
-            caller.join(60)
+            caller.join(HANG)
         assert len(told) == 4
         assert all(same(results, wanted) for results in told)
         nothing_left(encoder)
@@ -777,7 +777,7 @@ def test_a_free_slot_is_used_while_the_loop_is_busy(glm53_checkpoint: Path, towe
             await until_async(lambda: encoder.health().waiting == 1)
             towers.release()
             # From here on this loop is blocked: the waiting call must be encoded without it.
-            end = time.monotonic() + 10
+            end = time.monotonic() + HANG
             while encoder.stats().succeeded < 3 and time.monotonic() < end:
                 time.sleep(0.001)
             passed.append(encoder.stats().succeeded == 3)

@@ -30,7 +30,7 @@ from ..helpers.abuse import case
 from ..helpers.holding import STAGES, Hold, Scene, hold_towers
 from ..helpers.images import mixed, png
 from ..helpers.threads import joined, started
-from ..helpers.waiting import in_flight, nothing_left, until
+from ..helpers.waiting import HANG, in_flight, nothing_left, until
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 threads = pytest.mark.threads
@@ -74,7 +74,7 @@ def test_cancelling_at_every_stage_before_running(
         assert scene.encoder.stats().cancelled == can
         scene.check_others()
         if not can:
-            assert future.result(timeout=30).metadata.length
+            assert future.result(timeout=HANG).metadata.length
         assert outcomes == [future]
         assert future.cancel() == can
         nothing_left(scene.encoder)
@@ -154,7 +154,7 @@ def test_control_slots_and_bytes_leak_without_release(
 @threads
 def test_cancelling_a_finished_future_changes_nothing(encoder: Encoder) -> None:
     good, bad = encoder.submit(png()), encoder.submit(b"nothing")
-    result = good.result(timeout=30)
+    result = good.result(timeout=HANG)
     assert not good.cancel()
     assert not bad.cancel()
     assert good.result() is result
@@ -176,8 +176,8 @@ def test_a_callback_of_one_future_can_cancel_others(
         rest = [encoder.submit(image) for image in mixed(5)]
         first.add_done_callback(lambda _: [future.cancel() for future in rest])
         towers.release()
-        assert first.result(timeout=30)
-        wait(rest, timeout=30)
+        assert first.result(timeout=HANG)
+        wait(rest, timeout=HANG)
         assert all(future.cancelled() for future in rest)
         nothing_left(encoder)
 
@@ -227,7 +227,7 @@ def test_cancelling_while_the_engine_releases_the_job(
 
         monkeypatch.setattr(Future, "_invoke_callbacks", late)
         assert future.cancel()
-        assert wait([future], timeout=10).not_done == set()
+        assert wait([future], timeout=HANG).not_done == set()
         scene.check_others()
         assert scene.encoder.stats().cancelled == 1
 
@@ -331,7 +331,7 @@ def test_random_cancellations_under_load(glm53_checkpoint: Path) -> None:
         callers += [started(lambda seed=seed: asyncio.run(awaits(seed))) for seed in (3, 4)]  # type: ignore[misc]
         joined(callers)
         futures = [future for _, future in submitted]
-        assert wait(futures, timeout=60).not_done == set()
+        assert wait(futures, timeout=HANG).not_done == set()
         nothing_left(encoder)
         stats = encoder.stats()
     assert len(submitted) == len(left) == 250
@@ -361,7 +361,7 @@ def test_exactly_one_of_cancel_deadline_and_result_wins(glm53_checkpoint: Path) 
             futures.append(future)
             if chance.random() < 0.5:
                 told.append(chance.choice(futures[-4:]).cancel())
-        assert wait(futures, timeout=60).not_done == set()
+        assert wait(futures, timeout=HANG).not_done == set()
         nothing_left(encoder)
         late = succeeded = 0
         for future in futures:
@@ -438,9 +438,9 @@ def test_one_bad_image_fails_only_itself(glm53_checkpoint: Path, places: tuple[i
             futures = [encoder.submit(image) for image in images]
             bad = [futures.pop(place) for place in reversed(places)]
             for future in bad:
-                assert isinstance(future.exception(timeout=30), MediaDecodeError)
+                assert isinstance(future.exception(timeout=HANG), MediaDecodeError)
             for future, other in zip(futures, wanted, strict=True):
-                assert same(future.result(timeout=30), other)
+                assert same(future.result(timeout=HANG), other)
             with pytest.raises(MediaDecodeError, match=rf"^images\[({where})\]: "):
                 encoder.generate(images)
             nothing_left(encoder)

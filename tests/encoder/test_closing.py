@@ -18,7 +18,7 @@ from mm_encoder import (
 from ..helpers.holding import Hold
 from ..helpers.images import mixed, png
 from ..helpers.threads import library_threads
-from ..helpers.waiting import in_flight, nothing_left, until
+from ..helpers.waiting import HANG, in_flight, nothing_left, until
 
 
 def test_close_finishes_accepted_work_and_joins_every_thread(glm53_checkpoint: Path) -> None:
@@ -46,7 +46,7 @@ def test_close_from_a_result_callback(glm53_checkpoint: Path) -> None:
         closed.set()
 
     encoder.submit(png(20, 20)).add_done_callback(on_result)
-    assert closed.wait(30)
+    assert closed.wait(HANG)
     encoder.close()
     assert library_threads() == []
 
@@ -64,7 +64,7 @@ def test_a_callback_may_not_call_the_encoder(encoder: Encoder) -> None:
         done.release()
 
     encoder.submit(png(20, 20)).add_done_callback(call)
-    assert done.acquire(timeout=30)
+    assert done.acquire(timeout=HANG)
     if not raised:  # the future was done before the callback was added, so the callback ran in this thread
         return
     assert len(raised) == 3
@@ -111,7 +111,7 @@ def test_generate_in_another_thread_gets_encoder_closed(glm53_checkpoint: Path, 
         caller.join(0.01)
 
     leave_by_an_exception(encoder, towers)
-    assert told.acquire(timeout=30)
+    assert told.acquire(timeout=HANG)
 
 
 def test_leaving_the_block_by_an_exception_refuses_waiting_callers(
@@ -135,14 +135,14 @@ def test_leaving_the_block_by_an_exception_refuses_waiting_callers(
 
     leave_by_an_exception(encoder, towers)
     for _ in callers:
-        assert refused.acquire(timeout=30)
+        assert refused.acquire(timeout=HANG)
     assert running.result(timeout=0)
     assert waiting.cancelled()
 
 
 def test_two_callbacks_that_close_do_not_wait_for_each_other(glm53_checkpoint: Path) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=2)
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=HANG)
     closed = threading.Semaphore(0)
 
     def on_result(_: Future[ImageResult]) -> None:
@@ -152,8 +152,8 @@ def test_two_callbacks_that_close_do_not_wait_for_each_other(glm53_checkpoint: P
 
     for _ in range(2):
         encoder.submit(png(20, 20)).add_done_callback(on_result)
-    assert closed.acquire(timeout=30)
-    assert closed.acquire(timeout=30)
+    assert closed.acquire(timeout=HANG)
+    assert closed.acquire(timeout=HANG)
     encoder.close()
     assert library_threads() == []
 
@@ -168,7 +168,7 @@ def test_a_callback_that_exits_ends_no_thread_of_the_engine(
     for _ in range(5):
         future = encoder.submit(data)
         future.add_done_callback(leave)
-        future.exception(timeout=30)
+        future.exception(timeout=HANG)
     assert encoder.generate(png(20, 20))
     assert "a callback on a result failed" in caplog.text
 
@@ -185,7 +185,7 @@ def test_close_waits_in_every_thread_that_calls_it(glm53_checkpoint: Path, tower
         assert closer.is_alive()
     towers.release()
     for closer in closers:
-        closer.join(30)
+        closer.join(HANG)
         assert not closer.is_alive()
     assert future.done()
 
@@ -217,13 +217,13 @@ def test_closing_a_full_queue_refuses_waiting_callers_and_finishes_accepted_jobs
         for closer in closers:
             closer.start()
         for caller in callers:  # at once, without waiting for the tower
-            caller.join(30)
+            caller.join(HANG)
             assert not caller.is_alive()
         assert len(set(map(id, told))) == 6
         assert all(closer.is_alive() for closer in closers)
         assert encoder.health().state == "draining"
     for closer in closers:
-        closer.join(30)
+        closer.join(HANG)
         assert not closer.is_alive()
     assert all(future.result(timeout=0) for future in accepted)
     assert encoder.health().state == "closed"

@@ -28,7 +28,7 @@ from mm_encoder import (
 from mm_encoder.families.glm53 import Glm53, GlmTower
 
 from ..helpers.images import mixed, png
-from ..helpers.waiting import in_flight
+from ..helpers.waiting import HANG, in_flight
 
 
 def test_a_bad_image_is_reported_by_its_index_and_the_encoder_goes_on(encoder: Encoder) -> None:
@@ -262,7 +262,7 @@ def test_a_failing_tower_fails_that_job_only(
 ) -> None:
     tower = FailingTower(cause, monkeypatch)
     futures = [encoder.submit(image) for image in mixed(7)]
-    errors = [error for future in futures if (error := future.exception(timeout=60))]
+    errors = [error for future in futures if (error := future.exception(timeout=HANG))]
     assert [type(error) for error in errors] == [raised, raised]
     assert all(error.__cause__ is cause for error in errors)
     gc.disable()

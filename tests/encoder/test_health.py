@@ -39,7 +39,7 @@ from mm_encoder.runtime import native_summary
 
 from ..helpers.holding import Hold
 from ..helpers.images import png
-from ..helpers.waiting import until
+from ..helpers.waiting import HANG, until
 
 pytestmark = pytest.mark.threads
 
@@ -84,7 +84,7 @@ def test_a_lost_replica_fails_its_job_and_the_others_go_on(
         gone.set()
         towers.fail_with(cause)
         towers.release()
-        errors = [error for future in futures if (error := future.exception(timeout=30))]
+        errors = [error for future in futures if (error := future.exception(timeout=HANG))]
         assert [type(error) for error in errors] == [ReplicaError]
         assert errors[0].__cause__ is cause
         assert "in held" in errors[0].__notes__[0]  # the stack, as text
@@ -128,8 +128,12 @@ def test_losing_the_last_replica_fails_every_call_at_once(
     towers.fail_with(cause)
     towers.release()
     for caller in callers:
-        caller.join(30)
-    told = [running.exception(timeout=30), *(future.exception(timeout=30) for future in waiting), *in_line]
+        caller.join(HANG)
+    told = [
+        running.exception(timeout=HANG),
+        *(future.exception(timeout=HANG) for future in waiting),
+        *in_line,
+    ]
     assert len(told) == 7
     for error in told:
         assert isinstance(error, ReplicaError)
@@ -177,8 +181,8 @@ def test_losing_the_last_replica_during_close_still_closes(
     gone.set()
     towers.fail_with(RuntimeError("CUDA error: gone"))
     towers.release()
-    closer.join(30)
-    assert isinstance(running.exception(timeout=30), ReplicaError)
+    closer.join(HANG)
+    assert isinstance(running.exception(timeout=HANG), ReplicaError)
     with pytest.raises(EncoderClosedError):
         encoder.submit(png())
 
@@ -204,7 +208,7 @@ def test_a_callback_that_exits_does_not_stop_the_closing(
             raise KeyError
 
     with pytest.raises(KeyError):
-        asyncio.run(asyncio.wait_for(leave(), 30)) if way == "async with" else leave_by_with()
+        asyncio.run(asyncio.wait_for(leave(), HANG)) if way == "async with" else leave_by_with()
     assert running.result(timeout=0)
     assert all(future.cancelled() for future in waiting)
     assert encoder.health().state == "closed"
@@ -290,7 +294,7 @@ def test_health_reports_waiting_queued_and_running_work(glm53_checkpoint: Path, 
         assert later.oldest_s >= health.oldest_s > 0
         assert encoder.stats().in_flight == 4
         towers.release()
-        caller.join(30)
+        caller.join(HANG)
 
 
 @pytest.mark.parametrize("where", ["tower", "decoder"])
@@ -302,7 +306,7 @@ def test_a_stuck_thread_is_reported_as_wedged_and_recovers(
     original = getattr(cls, method)
 
     def stuck(*arguments: Any) -> Any:
-        assert opened.wait(30)
+        assert opened.wait(HANG)
         return original(*arguments)
 
     monkeypatch.setattr(cls, method, stuck)
@@ -316,7 +320,7 @@ def test_a_stuck_thread_is_reported_as_wedged_and_recovers(
         assert encoder.health().state == "degraded"
         assert encoder.health().serving
         opened.set()
-        assert future.result(timeout=30)
+        assert future.result(timeout=HANG)
         until(lambda: encoder.health().state == "ready")
 
 
@@ -346,7 +350,7 @@ def test_health_reports_starting_and_draining(
     closer.start()
     until(lambda: encoder.health().state == "draining")
     towers.release()
-    closer.join(30)
+    closer.join(HANG)
     assert encoder.health().state == "closed"
     assert future.result(timeout=0)
 
@@ -360,7 +364,7 @@ def test_health_and_stats_work_inside_a_callback(encoder: Encoder) -> None:
         done.set()
 
     encoder.submit(png()).add_done_callback(probe)
-    assert done.wait(30)
+    assert done.wait(HANG)
     assert answers == [("ready", 1)]
 
 
@@ -374,9 +378,9 @@ def test_every_image_is_counted_once(glm53_checkpoint: Path, towers: Hold) -> No
         cancelled = encoder.submit(png())
         late = encoder.submit(png(), deadline=time.monotonic() + 0.05)
         assert cancelled.cancel()
-        assert isinstance(late.exception(timeout=30), DeadlineExceededError)
+        assert isinstance(late.exception(timeout=HANG), DeadlineExceededError)
         bad = encoder.submit(b"nothing")
-        assert isinstance(bad.exception(timeout=30), MediaDecodeError)
+        assert isinstance(bad.exception(timeout=HANG), MediaDecodeError)
         waiting = submitted(encoder, 3)
         with pytest.raises(EncoderBusyError):
             encoder.submit(png(), timeout=0)
@@ -384,7 +388,7 @@ def test_every_image_is_counted_once(glm53_checkpoint: Path, towers: Hold) -> No
         assert (stats.requests, stats.in_flight) == (8, 4)
         towers.release()
         for future in (running, *waiting):
-            assert future.result(timeout=30)
+            assert future.result(timeout=HANG)
     stats = encoder.stats()
     assert (stats.requests, stats.in_flight, stats.succeeded, stats.failed) == (8, 0, 4, 1)
     assert (stats.cancelled, stats.late, stats.refused) == (1, 1, 1)
@@ -420,7 +424,7 @@ def test_log_records_have_fields_and_bad_media_is_not_logged(
     with caplog.at_level(logging.INFO, "mm_encoder"), Encoder(glm53_checkpoint, device="cpu") as encoder:
         encoder.submit(b"nothing").exception()
         towers.fail_with(ValueError("odd"))
-        encoder.submit(png()).exception(timeout=30)
+        encoder.submit(png()).exception(timeout=HANG)
     events = [(getattr(r, "mm_event", None), r.levelname) for r in caplog.records]
     assert events == [("ready", "INFO"), ("job_failed", "WARNING"), ("closed", "INFO")]
     assert native_summary() in caplog.records[0].getMessage()
@@ -444,7 +448,7 @@ def test_changing_a_future_from_outside_affects_only_its_caller(
         given: dict[str, list[Any]] = {"set_result": [None], "set_exception": [KeyError()]}
         getattr(future, change)(*given.get(change, []))
         towers.release()
-        assert running.result(timeout=30)
+        assert running.result(timeout=HANG)
         assert encoder.generate(png(seed=2))
         assert future.done()
         assert encoder.health().state == "ready"
@@ -490,7 +494,7 @@ def test_a_deadline_in_the_past_is_late(encoder: Encoder, past: float) -> None:
 
 
 def test_infinite_timeouts_and_deadlines_are_accepted(encoder: Encoder) -> None:
-    assert encoder.submit(png(), timeout=10**400, deadline=float("inf")).result(timeout=30)
+    assert encoder.submit(png(), timeout=10**400, deadline=float("inf")).result(timeout=HANG)
 
 
 def test_close_async_in_a_callback_does_not_deadlock(glm53_checkpoint: Path) -> None:
@@ -502,7 +506,7 @@ def test_close_async_in_a_callback_does_not_deadlock(glm53_checkpoint: Path) -> 
         closed.set()
 
     encoder.submit(png()).add_done_callback(on_result)
-    assert closed.wait(30)
+    assert closed.wait(HANG)
     encoder.close()
     assert encoder.health().state == "closed"
 

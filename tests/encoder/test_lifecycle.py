@@ -23,6 +23,7 @@ from mm_encoder.families.glm53 import Glm53, GlmTower
 from ..helpers.holding import hold_towers
 from ..helpers.images import png
 from ..helpers.threads import library_threads
+from ..helpers.waiting import HANG
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 threads = pytest.mark.threads
@@ -48,9 +49,9 @@ def test_a_dropped_encoder_finishes_accepted_jobs(
         gc.collect()
         assert not any(future.done() for future in futures)
         towers.release()
-        assert all(future.result(timeout=30) for future in futures)
+        assert all(future.result(timeout=HANG) for future in futures)
         for thread in running:
-            thread.join(30)
+            thread.join(HANG)
             assert not thread.is_alive()
 
 
@@ -79,7 +80,7 @@ def test_a_dropped_encoder_ends_its_threads(glm53_checkpoint: Path) -> None:
     gc.collect()
     assert watch() is None
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG)
         assert not thread.is_alive()
 
 
@@ -110,7 +111,7 @@ def test_an_encoder_collected_while_its_lock_is_held_stops(
         threads = library_threads()
         del encoder
         for thread in threads:
-            thread.join(30)
+            thread.join(HANG)
             assert not thread.is_alive()
     finally:
         gc.enable()

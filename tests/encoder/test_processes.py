@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ..helpers.programs import outcome_of
+from ..helpers.waiting import HANG
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 threads = pytest.mark.threads
@@ -256,13 +257,13 @@ def test_an_encoder_alive_at_interpreter_exit_exits_cleanly(glm53_checkpoint: Pa
 
 # --- fork --------------------------------------------------------------------------------------------
 
-FORK = """
+FORK = f"""
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 def in_a_child(work):
     child = os.fork()
     if child == 0:
-        signal.alarm(int(5 * patience))  # a child does not inherit its parent's alarm
+        signal.alarm({HANG // 2})  # a child does not inherit its parent's alarm; this one is the first to end
         work()
         sys.exit(7)
     status = os.waitpid(child, 0)[1]
@@ -371,7 +372,7 @@ def test_a_child_forked_while_a_lock_is_held_does_not_block(glm53_checkpoint: Pa
         async def main():
             running = it.submit(IMAGE)
             await asyncio.to_thread(arrived.acquire)
-            future = it.submit(IMAGE, deadline=time.monotonic() + 60)
+            future = it.submit(IMAGE, deadline=time.monotonic() + 3600)
             tasks = [asyncio.create_task(it.generate_async([IMAGE] * 2)) for _ in range(3)]
             while it.health().waiting < 2:
                 await asyncio.sleep(0.001)

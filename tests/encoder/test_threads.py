@@ -18,7 +18,7 @@ from mm_encoder.families.glm53 import Glm53, GlmTower
 
 from ..helpers.holding import Hold
 from ..helpers.images import mixed, png
-from ..helpers.waiting import in_flight
+from ..helpers.waiting import HANG, in_flight
 
 
 @pytest.mark.parametrize("share_weights", [False, True])
@@ -38,7 +38,7 @@ def test_replicas_and_callers_give_the_bits_of_a_sequential_run(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(HANG)
         assert in_flight(encoder) == (0, 0, 0, 0)
     for part in range(4):
         for result, wanted in zip(outcomes[part], sequential[part::4], strict=True):
@@ -52,7 +52,7 @@ def test_two_images_run_on_two_replicas_at_once(glm53_checkpoint: Path, towers: 
         towers.wait()
         towers.wait()
         towers.release()
-        assert all(future.result(timeout=30) for future in futures)
+        assert all(future.result(timeout=HANG) for future in futures)
 
 
 @pytest.mark.parametrize(("share_weights", "copies"), [(False, 3), (True, 1)])
@@ -84,10 +84,10 @@ def test_a_full_queue_blocks_until_a_job_is_cancelled(glm53_checkpoint: Path, to
         caller.join(0.05)
         assert caller.is_alive()
         assert waiting[0].cancel()
-        caller.join(30)
+        caller.join(HANG)
         assert not caller.is_alive()
         assert not running.cancel()
         towers.release()
         for future in (running, waiting[1], *late):
-            assert future.result(timeout=30).metadata.length > 0
+            assert future.result(timeout=HANG).metadata.length > 0
     assert in_flight(encoder) == (0, 0, 0, 0)

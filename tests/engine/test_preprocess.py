@@ -18,6 +18,8 @@ from mm_encoder.engine import preprocess
 from mm_encoder.families.glm53 import Glm53
 from mm_encoder.runtime import usable_cpus
 
+from ..helpers.waiting import HANG
+
 pytestmark = pytest.mark.threads
 
 IMAGE = np.zeros((30, 30, 3), np.uint8)
@@ -61,7 +63,7 @@ def test_encoders_share_one_limit_on_preprocessing(
             for _ in range(3)
         ]
         futures: list[Future[ImageResult]] = [encoder.submit(IMAGE) for _ in range(6) for encoder in encoders]
-        assert all(future.result(timeout=60) for future in futures)
+        assert all(future.result(timeout=HANG) for future in futures)
     assert seen.most == min(cap, 6)
 
 

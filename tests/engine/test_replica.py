@@ -16,6 +16,8 @@ from mm_encoder import Encoder, ReplicaError
 from mm_encoder.device import CpuLane
 from mm_encoder.families.glm53 import GlmTower
 
+from ..helpers.waiting import HANG
+
 IMAGE = np.zeros((30, 30, 3), np.uint8)
 
 
@@ -106,5 +108,5 @@ def test_a_failed_job_is_drained_before_its_future_is_done(
         log.clear()
         future = encoder.submit(IMAGE)
         future.add_done_callback(lambda _: log.append(("result",)))
-        assert isinstance(future.exception(timeout=30), ReplicaError)
+        assert isinstance(future.exception(timeout=HANG), ReplicaError)
     assert log == [("upload",), ("drain",), ("result",), ("drain",)]

@@ -25,7 +25,7 @@ from mm_encoder.errors import (
 
 from ..helpers.jobs import enter, job, opened, run_one, take
 from ..helpers.threads import started
-from ..helpers.waiting import until
+from ..helpers.waiting import HANG, until
 
 pytestmark = pytest.mark.threads
 
@@ -51,7 +51,7 @@ def test_a_job_holds_its_slot_until_it_runs() -> None:
     thread = blocked(scheduler, jobs[2])
     assert held(scheduler) == (2, 6)
     assert run_one(scheduler) is jobs[0]
-    thread.join(5)
+    thread.join(HANG)
     assert not thread.is_alive()
     assert held(scheduler) == (2, 6)
 
@@ -61,7 +61,7 @@ def test_bytes_are_bounded_and_an_oversized_job_enters_alone() -> None:
     enter(scheduler, job(60))
     thread = blocked(scheduler, job(60))
     run_one(scheduler)
-    thread.join(5)
+    thread.join(HANG)
     assert held(scheduler) == (1, 60)
     run_one(scheduler)
     enter(scheduler, job(1000))
@@ -118,7 +118,7 @@ def test_closing_refuses_waiting_callers_and_drains_accepted_jobs() -> None:
     until(lambda: scheduler.slots.waiting == 3)
     scheduler.close()
     for caller in callers:
-        caller.join(5)
+        caller.join(HANG)
     assert len(set(map(id, refused))) == 3  # each has a separate exception
     assert run_one(scheduler) is accepted
     worker = Worker("test", scheduler)
@@ -135,7 +135,7 @@ def test_a_closed_scheduler_waits_for_accepted_jobs(stage: str) -> None:
     gate = threading.Event()
 
     def slow(one: Job) -> None:
-        assert gate.wait(30)
+        assert gate.wait(HANG)
         opened(one)
 
     worker = None
@@ -161,7 +161,7 @@ def test_a_closed_scheduler_waits_for_accepted_jobs(stage: str) -> None:
         scheduler.finish_preparing(worker)
     else:
         started(lambda: prepare_all(scheduler))
-    replica.join(5)
+    replica.join(HANG)
     assert not replica.is_alive()
     assert got[-1] is accepted
 
@@ -180,7 +180,7 @@ def test_cancelling_the_last_job_of_a_closed_scheduler_ends_its_replicas() -> No
     replica.join(0.05)
     assert replica.is_alive()
     waiting.future.cancel()
-    replica.join(5)
+    replica.join(HANG)
     assert not replica.is_alive()
 
 
@@ -207,7 +207,7 @@ def test_cancelling_wakes_every_waiter_of_the_future(stage: str) -> None:
     if stage == "ready":
         scheduler.finish_preparing(worker)
     waiting.future.cancel()
-    assert wait([waiting.future], timeout=5).not_done == set()
+    assert wait([waiting.future], timeout=HANG).not_done == set()
     assert not waiting.start()
     waiting.fail_if_pending(ValueError())
     assert waiting.future.cancelled()
@@ -235,10 +235,10 @@ def test_exactly_one_of_cancel_deadline_and_start_wins() -> None:
             outcome.append(racing.start())
 
         for thread in [started(work) for work in (cancel, drop, start)]:
-            thread.join(10)
+            thread.join(HANG)
         late = not outcome[0] and not racing.future.cancelled()
         if not outcome[0]:
-            assert wait([racing.future], timeout=5).not_done == set()
+            assert wait([racing.future], timeout=HANG).not_done == set()
             assert racing.future.cancelled() or isinstance(racing.future.exception(), DeadlineExceededError)
             assert held(scheduler) == (0, 0)
         stats = scheduler.tally.snapshot()
@@ -257,8 +257,8 @@ def test_a_large_job_is_not_overtaken_by_small_ones() -> None:
     second = started(lambda: enter(scheduler, small))  # would fit, but waits behind the large job
     until(lambda: scheduler.bytes.waiting == 2)
     run_one(scheduler)
-    first.join(5)
-    second.join(5)
+    first.join(HANG)
+    second.join(HANG)
     assert held(scheduler) == (2, 90)
     assert [run_one(scheduler), run_one(scheduler)] == [large, small]
 
@@ -320,11 +320,11 @@ def test_very_long_timeouts_and_deadlines_wait(far: float) -> None:
     caller = started(lambda: enter(scheduler, job(deadline=far), far))
     until(lambda: scheduler.slots.waiting == 1)
     run_one(scheduler)
-    caller.join(5)
+    caller.join(HANG)
     assert not caller.is_alive()
     assert deadlines.is_alive()
     scheduler.deadlines.end()
-    deadlines.join(5)
+    deadlines.join(HANG)
 
 
 @pytest.mark.parametrize("stage", ["waiting", "bytes", "queued", "preparing", "ready"])
@@ -341,8 +341,8 @@ def test_a_late_job_is_dropped_at_every_stage(stage: str) -> None:
         worker = take(scheduler)
     if worker and stage == "ready":
         scheduler.finish_preparing(worker)
-    assert isinstance(late.future.exception(timeout=30), DeadlineExceededError)
-    caller.join(5)
+    assert isinstance(late.future.exception(timeout=HANG), DeadlineExceededError)
+    caller.join(HANG)
     assert not caller.is_alive()
     if worker and stage == "preparing":
         assert held(scheduler) == (1, 90)
@@ -352,7 +352,7 @@ def test_a_late_job_is_dropped_at_every_stage(stage: str) -> None:
     stats = scheduler.tally.snapshot()
     assert (stats.late, stats.in_flight) == (1, others)
     scheduler.deadlines.end()
-    deadlines.join(5)
+    deadlines.join(HANG)
     assert not deadlines.is_alive()
 
 
@@ -368,7 +368,7 @@ def test_a_passed_deadline_fails_at_once_and_a_running_job_finishes() -> None:
     until(lambda: time.monotonic() > running_at + 0.05)
     assert not running.future.done()
     scheduler.deadlines.end()
-    deadlines.join(5)
+    deadlines.join(HANG)
 
 
 def test_an_earlier_deadline_added_later_is_met() -> None:
@@ -378,12 +378,12 @@ def test_an_earlier_deadline_added_later_is_met() -> None:
     far = enter(scheduler, job(deadline=now + 3600))
     until(lambda: scheduler.deadlines._next is not None)
     near = enter(scheduler, job(deadline=now + 0.05))
-    assert isinstance(near.future.exception(timeout=30), DeadlineExceededError)
+    assert isinstance(near.future.exception(timeout=HANG), DeadlineExceededError)
     assert not far.future.done()
     far.future.cancel()
     assert scheduler.deadlines._watched == {}
     scheduler.deadlines.end()
-    deadlines.join(5)
+    deadlines.join(HANG)
 
 
 # --- failures ----------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_a_job_that_is_late_after_opening_does_not_wait_for_bytes() -> None:
         one.fail_if_pending(DeadlineExceededError())
 
     caller = started(lambda: admit(scheduler, late, slow, None))
-    caller.join(5)
+    caller.join(HANG)
     assert not caller.is_alive()
     assert held(scheduler) == (1, 90)
     assert scheduler.bytes.waiting == 0
@@ -465,7 +465,7 @@ def test_losing_the_last_replica_fails_every_job() -> None:
     scheduler.require_open()
     scheduler.on_replica_lost(Worker("other", scheduler), cause)
     for caller in callers:
-        caller.join(5)
+        caller.join(HANG)
     with pytest.raises(ReplicaError) as raised:
         scheduler.require_open()
     told = [running.future.exception(timeout=0), *(one.future.exception(timeout=0) for one in accepted)]

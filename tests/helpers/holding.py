@@ -18,7 +18,7 @@ from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.source import Source
 
 from .images import noise, saved
-from .waiting import nothing_left, until
+from .waiting import HANG, nothing_left, until
 
 
 class Hold:
@@ -38,7 +38,7 @@ class Hold:
         def held(*arguments: Any) -> Any:
             if when(*arguments):
                 self._arrived.release()
-                assert self._opened.wait(60), f"{name} was held for a minute"
+                assert self._opened.wait(HANG), f"{name} was never released"
                 with suppress(IndexError):
                     raise self._errors.popleft()
             return call(*arguments)
@@ -48,7 +48,7 @@ class Hold:
     def wait(self, calls: int = 1) -> None:
         """Wait until this many more calls are blocked."""
         for _ in range(calls):
-            assert self._arrived.acquire(timeout=30)
+            assert self._arrived.acquire(timeout=HANG)
 
     def release(self) -> None:
         """Release the blocked calls and block no more."""
@@ -130,7 +130,7 @@ class Scene:
         """Check that the other images have their undisturbed results and that nothing is left in flight."""
         self.release()
         for future, wanted in zip(self._others, self._wanted, strict=False):
-            rows, metadata = future.result(timeout=30)
+            rows, metadata = future.result(timeout=HANG)
             assert torch.equal(rows, wanted.tensor)
             assert metadata == wanted.metadata
         nothing_left(self.encoder)

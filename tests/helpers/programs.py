@@ -9,18 +9,17 @@ import sys
 import textwrap
 from pathlib import Path
 
+from .waiting import HANG
+
 PRELUDE = """
 import asyncio, atexit, faulthandler, gc, os, signal, sys, threading, time, warnings
-began = time.monotonic()
 import numpy, torch
 import mm_encoder
 from mm_encoder.families.glm53 import GlmTower
 
 torch.set_num_threads(1)
 faulthandler.register(signal.SIGALRM, chain=True)  # prints all stacks, then ends the program
-# Not before the imports, whose time says how busy the machine is: a busy machine gets a longer limit.
-patience = max(1, (time.monotonic() - began) / 3)
-signal.alarm(int(LIMIT * patience))
+signal.alarm(LIMIT)
 CHECKPOINT = sys.argv[1]
 IMAGE = numpy.zeros((50, 50, 3), numpy.uint8)
 forward = GlmTower.forward
@@ -52,7 +51,7 @@ def until(condition):
 """The start of every program; LIMIT is in seconds."""
 
 
-def outcome_of(program: str, checkpoint: Path, *options: str, limit: int = 10) -> tuple[int, str, str]:
+def outcome_of(program: str, checkpoint: Path, *options: str, limit: int = HANG) -> tuple[int, str, str]:
     """Run a program and return its exit code, output and errors.
 
     If it hangs, it prints the stack of every thread after `limit` seconds and is killed.
@@ -66,7 +65,7 @@ def outcome_of(program: str, checkpoint: Path, *options: str, limit: int = 10) -
         start_new_session=True,
     )
     try:
-        output, errors = run.communicate(timeout=150)
+        output, errors = run.communicate(timeout=limit + HANG)
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)  # and its children, such as a forked child that hangs
         output, errors = run.communicate()

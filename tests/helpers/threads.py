@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+from .waiting import HANG
+
 
 def started(work: Callable[[], object]) -> threading.Thread:
     """Start a daemon thread."""
@@ -16,7 +18,7 @@ def started(work: Callable[[], object]) -> threading.Thread:
 def joined(threads: Iterable[threading.Thread]) -> None:
     """Join threads and check that they have ended."""
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG)
         assert not thread.is_alive()
 
 

@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 from mm_encoder import Encoder
 
+HANG = 300
+"""Seconds after which a wait fails. It only ends a test that hangs, however busy the machine is."""
+
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait until a condition that another thread brings about is true."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + HANG
     while not condition():
-        assert time.monotonic() < end, "the condition was still false after 30 s"
+        assert time.monotonic() < end, f"the condition was still false after {HANG} s"
         time.sleep(0.001)
 
 
