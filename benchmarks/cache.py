@@ -30,6 +30,7 @@ from mm_encoder.cache.entry import DiskTier, Entry
 from mm_encoder.cache.files import FileTier
 from mm_encoder.cache.foyer import FoyerTier
 from mm_encoder.cache.memory import MemoryTier
+from mm_encoder.coalescer import Coalescer
 from mm_encoder.demo import make_checkpoint
 from mm_encoder.families.weights import Checkpoint
 from mm_encoder.media.source import encoded_hash
@@ -68,7 +69,7 @@ def main() -> None:
 
 def planted(encoder: Encoder, nbytes: int) -> bytes:
     """A source that the encoder has in memory. A hit is never looked into, so it need not be an image."""
-    assert encoder._coalescer is not None
+    assert isinstance(encoder._coalescer, Coalescer)
     data, cache = random.Random(nbytes).randbytes(nbytes), encoder._coalescer.cache
     cache.put(cache.keys.key(encoded_hash(encoder.model, data), None), torch.zeros(256, 512), METADATA)
     return data

@@ -1,4 +1,4 @@
-"""Settings that a caller may pass; frozen, and impossible values raise where they are made."""
+"""Settings of callers: frozen dataclasses whose impossible values raise when they are made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TEN_YEARS = 10 * 365 * 86400.0
 
 
 def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return `value` if it is an int (no bool) within [low, high]; raise saying what would be right."""
+    """Return `value` if it is an int (no bool) within [low, high]; raise TypeError or ValueError."""
     if type(value) is not int:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < low or (high is not None and value > high):
@@ -21,18 +21,16 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
 
 
 def require_seconds(name: str, value: object) -> float:
-    """Return `value` as a float if it is a number of at least 0; raise saying what would be right."""
+    """Return `value` as a float if it is a number of at least 0; raise TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__}")
     if not 0 <= value <= float("inf"):  # NaN is not
         raise ValueError(f"{name} must be at least 0 seconds, got {value}")
-    return float(min(value, _TEN_YEARS))  # longer than anyone waits, and few clocks can tell
+    return float(min(value, _TEN_YEARS))  # waits take no larger numbers
 
 
 def require_moment(name: str, value: object) -> float:
-    """Return `value` as a float if it is a moment on time.monotonic()'s clock; raise saying what would be
-    right.
-    """
+    """Return `value` as a float if it is a time of time.monotonic(); raise TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a moment on time.monotonic()'s clock, got {type(value).__name__}")
     ahead = value - time.monotonic()
@@ -45,7 +43,7 @@ def require_moment(name: str, value: object) -> float:
 
 
 def model_name(model: str | None, default: str) -> str:
-    """The name for metadata and identity. Raises TypeError for what is no str."""
+    """Return the name for metadata and identity. Raises TypeError unless `model` is a str or None."""
     if model is not None and not isinstance(model, str):
         raise TypeError(f"model must be a str or None, got {type(model).__name__}")
     return default if model is None else model
@@ -53,10 +51,10 @@ def model_name(model: str | None, default: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What one media item may weigh: `max_bytes` of source, `max_pixels` once decoded.
+    """Limits of one media item: `max_bytes` of its source, `max_pixels` once decoded.
 
-    The default pixel limit is a picture of 256 MiB as RGB. Both are decided before a pixel is allocated,
-    and neither reads nor writes Pillow's own limit.
+    The default pixel limit is an RGB image of 256 MiB. Both are checked before a pixel is allocated, and
+    independent of Pillow's own limit.
     """
 
     max_bytes: int = 256 * 1024**2
@@ -68,7 +66,7 @@ class MediaLimits:
 
 
 def media_limits(limits: MediaLimits | None) -> MediaLimits:
-    """`limits`, by default MediaLimits(). Raises TypeError for anything else."""
+    """Return `limits`, by default MediaLimits(). Raises TypeError for anything else."""
     if limits is not None and not isinstance(limits, MediaLimits):
         raise TypeError(f"limits must be a MediaLimits, got {type(limits).__name__}")
     return limits or MediaLimits()
@@ -76,7 +74,7 @@ def media_limits(limits: MediaLimits | None) -> MediaLimits:
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """How an image is read. `exif_orientation=False` keeps the stored orientation."""
+    """Options of one image. `exif_orientation=False` keeps the orientation in which it is stored."""
 
     exif_orientation: bool = True
 
@@ -94,11 +92,11 @@ class CacheConfig:
     """A cache of results, in memory and, with `disk_path` and `disk_bytes`, on disk.
 
     memory_bytes: bytes of results that the memory tier keeps; 0 keeps none.
-    disk_path: a directory of its own, which belongs to one encoder at a time.
-    disk_bytes: bytes that its files may take: room for at least four entries of `max_entry_bytes`.
+    disk_path: a directory for the cache alone, which belongs to one encoder at a time.
+    disk_bytes: bytes that its files may take, at least four times `max_entry_bytes`.
     max_entry_bytes: larger results are returned and not kept; up to 1 GiB.
-    results: "cpu": every result is a CPU tensor, shared by all who hit it. "device": a miss returns the
-        device tensor at once and fills the cache behind it; a hit is uploaded.
+    results: "cpu": every result is a CPU tensor, shared by all callers that hit it. "device": a miss returns
+        the device tensor at once and fills the cache behind it; a hit is uploaded.
     disk_backend: "files", or "foyer" (extra `foyer`, Python 3.12 and newer).
     shared: several encoders of one machine use `disk_path` together; "files" only.
     """
@@ -133,8 +131,8 @@ class CacheConfig:
             )
         if self.disk_path is not None and self.disk_bytes < 4 * self.max_entry_bytes:
             raise ValueError(
-                f"disk_bytes must have room for four entries of max_entry_bytes: got {self.disk_bytes}, "
-                f"needs {4 * self.max_entry_bytes} (or a smaller max_entry_bytes)"
+                f"disk_bytes must hold four entries of max_entry_bytes: got {self.disk_bytes}, needs "
+                f"{4 * self.max_entry_bytes} (or a smaller max_entry_bytes)"
             )
         if self.shared and (self.disk_path is None or self.disk_backend != "files"):
             raise ValueError("shared=True needs a disk_path and disk_backend='files'")

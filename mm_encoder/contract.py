@@ -1,4 +1,4 @@
-"""What travels between the parts: sizes, plans, patches, results. Frozen, and checked when made."""
+"""The values that travel between the parts: sizes, plans, patches, results. Frozen, checked when made."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Plan:
         rows: Callable[[int, int], int],
         offset: tuple[int, int] = (0, 0),
     ) -> Plan:
-        """A still image's plan; `rows` counts the rows of a patch grid (h, w)."""
+        """Make a still image's plan; `rows` counts the rows of a patch grid (h, w)."""
         h, w = canvas.height // patch, canvas.width // patch
         return cls(source, content, canvas, offset, (1, h, w), rows(h, w))
 
@@ -74,9 +74,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """What a caller may know of an image before it is encoded: how many rows, and where they belong.
+    """What is known of an image before it is encoded: its rows and their grid, named as in `ImageMetadata`.
 
-    Fields are named as in `ImageMetadata`. `preprocessing_hash` names the rules that were applied.
+    `preprocessing_hash` identifies the preprocessing rules and numbers of the checkpoint.
     """
 
     model: str
@@ -105,12 +105,12 @@ class Patches:
 
 @dataclass(frozen=True, slots=True)
 class ImageMetadata:
-    """What is known of a result besides its rows; plain immutable values, picklable, hashable.
+    """A result without its rows; plain immutable values, picklable, hashable.
 
     `strides` are in elements. `embedding_offsets` are cumulative row counts. `grid_thws` holds the patch
     grid (t, h, w) before merging. `original_size` is (width, height) as a viewer shows the image.
-    `cache` says where the rows came from (None: no cache in use). `timings` are (stage, milliseconds);
-    they take no part in comparison and hash.
+    `cache` tells where the rows came from (None: no cache in use). `timings` are (stage, milliseconds),
+    excluded from comparison and hash.
     """
 
     model: str
@@ -135,24 +135,24 @@ class ImageResult(NamedTuple):
 
 
 class EncoderState(StrEnum):
-    """Where an encoder is in its life; docs/engine.md draws how it gets from one to another."""
+    """Where an encoder is in its life; docs/architecture.md draws the transitions."""
 
     STARTING = "starting"
     """Replicas are loading."""
     READY = "ready"
     DEGRADED = "degraded"
-    """It serves, but a replica is lost, or a thread has been at one job for longer than it should."""
+    """It serves, but a replica is lost or a thread is wedged."""
     FAILED = "failed"
-    """No replica is left: every call fails at once."""
+    """No replica is left; every call fails at once."""
     DRAINING = "draining"
-    """It was closed and finishes what it had accepted."""
+    """It was closed, and finishes the jobs it had accepted."""
     CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHealth:
-    """One thread of the engine. `busy_s`: seconds at its present job, None when it has none. `wedged`:
-    that is longer than the encoder's `wedged_after`.
+    """One thread of the engine. `busy_s`: seconds at its present job, None without one; `wedged`: longer than
+    the encoder's `wedged_after`.
     """
 
     name: str
@@ -165,9 +165,9 @@ class WorkerHealth:
 class Health:
     """An encoder at one moment.
 
-    `queue_length` and `queue_bytes` are jobs admitted and not yet running, `waiting` callers in line for
-    room, `oldest_s` the age in seconds of the oldest admitted job that is not yet running. `last_error` is
-    the engine's last fault as text; faults of media are the callers' and not counted here.
+    `queue_length` and `queue_bytes` are the jobs admitted and not yet running, `oldest_s` the age in seconds
+    of the oldest of them, `waiting` the callers that wait for a slot. `last_error` is the engine's last
+    failure as text; invalid images do not count.
     """
 
     state: EncoderState
@@ -181,13 +181,13 @@ class Health:
 
     @property
     def serving(self) -> bool:
-        """Whether new work is accepted: what a readiness probe wants to know."""
+        """Whether new work is accepted; for readiness probes."""
         return self.state in (EncoderState.READY, EncoderState.DEGRADED)
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Milliseconds that recent images spent in one stage: nearest-rank percentiles."""
+    """Milliseconds that recent images spent in one stage, as nearest-rank percentiles."""
 
     stage: str
     p50: float
@@ -197,12 +197,12 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class EncoderStats:
-    """Counts since construction of what came to the engine: with a cache, what was not found there.
+    """Counts of the images that reached the engine since construction; cache hits do not.
 
     Every image ends as exactly one of `succeeded`, `failed`, `cancelled`, `late` (its deadline passed),
-    `refused` (no room in time, or closed) and `joined` (with a cache: the same image was under way), or is
-    `in_flight`. `errors` counts the failed by the error's name. `stages` covers up to 1024 recent results,
-    `total` included; empty before the first.
+    `refused` (queue full, or closed) and `joined` (with a cache: the same image was being encoded), or is
+    `in_flight`. `errors` counts the failed by the name of their error. `stages` covers up to 1024 recent
+    results and includes `total`; empty before the first.
     """
 
     requests: int
@@ -219,12 +219,12 @@ class EncoderStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A cache's counts since it was opened, and what it holds. Every lookup counts once, as a hit in memory
-    or on disk, as `joined` (the same image was under way) or as a miss.
+    """A cache's counts since it was opened, and its contents. Every lookup counts once, as a hit in memory or
+    on disk, as `joined` (the same image was being encoded) or as a miss.
 
-    `bypasses` are results larger than `max_entry_bytes`, `dropped` those that the disk tier's writer had no
-    room for, or could not write. `live_cpu_bytes_process` are bytes of cached rows alive in this process,
-    wherever they are referenced.
+    `bypasses` are results larger than `max_entry_bytes`; `dropped` were not written to disk, because the
+    backlog was full or the write failed. `live_cpu_bytes_process` are the bytes of cached rows alive in this
+    process, wherever they are referenced.
     """
 
     memory_hits: int = 0

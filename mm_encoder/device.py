@@ -1,7 +1,7 @@
-"""The only module that speaks CUDA: which device, which stream, which fence.
+"""The only module that speaks CUDA: devices, streams, events, staging.
 
-A replica thread enters one `Lane` and does all its device work inside it. The CPU's lane has the same
-shape and does nothing. The CUDA half is written from the documentation and has not run on a GPU yet.
+A replica thread enters one `Lane` and does all its device work inside it. The CUDA half is written from the
+documentation and has not run on a GPU yet: it is unverified.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .errors import DeviceOutOfMemoryError
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """`cpu`, `cuda` or `cuda:N`; anything else raises ValueError. `cuda` is cuda:0."""
+    """Return the device of `cpu`, `cuda` (cuda:0) or `cuda:N`. Raises ValueError for anything else."""
     text = str(device)
     if text == "cpu":
         return torch.device("cpu")
@@ -36,34 +36,34 @@ def parse_device(device: str | torch.device) -> torch.device:
 
 
 class Lane(Protocol):
-    """One replica's way to its device; everything is called in the replica's thread."""
+    """A CUDA stream with its staging buffer and events; a no-op on the CPU. One per replica's thread."""
 
     device: torch.device
     priority: int
     """The stream priority that was granted."""
 
     def entered(self) -> Any:
-        """Context in which the device and the lane's stream are current for this thread."""
+        """Return a context in which the device and the lane's stream are current for this thread."""
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """A contiguous CPU tensor on the device, ready for work enqueued later on the lane."""
+        """Copy a contiguous CPU tensor to the device, for work that is enqueued on the lane later."""
 
     def download(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows on the CPU, in a storage of their own, once everything enqueued so far is done."""
+        """Wait for everything enqueued so far and return the rows on the CPU, alone in their storage."""
 
     def wait(self) -> None:
-        """Wait until everything enqueued on this lane so far is done; for nothing else."""
+        """Wait until everything enqueued on this lane so far is done, and for nothing else."""
 
     def make_consumer_wait(self, consumer: Any) -> None:
-        """Have the stream `consumer` wait for everything enqueued on this lane so far; the host does not."""
+        """Make the stream `consumer`, and not the host, wait for everything enqueued on this lane so far."""
 
     def drain(self) -> bool:
-        """After a failed job: let nothing of it run on, so that what it left cannot fail the next. False if
-        the lane cannot be used any more.
+        """Wait until nothing of a failed job runs any more, so that it cannot fail the next one. False if the
+        lane is unusable from now on.
         """
 
     def record_stream(self, result: torch.Tensor, consumer: Any) -> None:
-        """Register `result` with the stream that will read it."""
+        """Register `result` with the stream that will read it (Torch's `record_stream`)."""
 
 
 class CpuLane:
@@ -116,11 +116,11 @@ class CudaLane:
             yield
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        self._copied.synchronize()  # until then the buffer is the previous upload's
+        self._copied.synchronize()  # until then the previous upload reads the buffer
         size = host.numel() * host.element_size()
         held = 0 if self._staging is None else self._staging.numel()
         if self._staging is None or held < size:
-            # Pinning may wait for the device, so it happens rarely: at least twice as much each time.
+            # Pinning may wait for the device, so it is made rare: at least double each time.
             size_now = max(size, 2 * held)
             self._staging = torch.empty(size_now, dtype=torch.uint8, device="cpu", pin_memory=True)
         staged = self._staging[:size].view(host.dtype).view(host.shape)
@@ -144,8 +144,8 @@ class CudaLane:
         consumer.wait_event(self._done)
 
     def drain(self) -> bool:
-        # An error of one job's work is reported once and gone. One that spoilt the context (an illegal
-        # address, a failed assertion, the device gone) is reported by every call from then on.
+        # An error of one job's work is reported once. One that spoilt the context (an illegal address, a
+        # failed assertion, the device gone) is reported by every call from then on.
         for _ in range(2):
             try:
                 self.wait()
@@ -155,31 +155,31 @@ class CudaLane:
         return False
 
     def record_stream(self, result: torch.Tensor, consumer: Any) -> None:
-        # The memory belongs to the lane's stream: without this it could be given to the next job
-        # while the consumer's kernels still read it.
+        # The memory belongs to the lane's stream: without this it could be given to the next job while the
+        # consumer's kernels still read it.
         result.record_stream(consumer)
 
 
 class Transfers(Protocol):
-    """Rows between the device and a cache on the CPU, beside the lanes; from any thread."""
+    """Copies rows between the device and a cache on the CPU, beside the lanes; from any thread."""
 
     def mark(self, consumer: Any) -> Any:
-        """For `download`: the moment, on the stream `consumer`, from which a result that was just handed over
-        to it is there.
+        """Return an event, for `download`, on the stream `consumer`: from then on the result that was just
+        handed to it is complete.
         """
 
     def download(self, rows: torch.Tensor, since: Any) -> torch.Tensor:
-        """A result's rows on the CPU, in a storage of their own. Waits for them."""
+        """Wait for a result's rows and return them on the CPU, alone in their storage."""
 
     def share(self, rows: torch.Tensor, first: Any, consumer: Any) -> None:
-        """Hand rows that were handed over to the stream `first` over to another as well."""
+        """Hand rows that were handed to the stream `first` to `consumer` as well."""
 
     def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
-        """A result on the device, handed over to the stream `consumer` as an encoder's results are."""
+        """Return the result on the device, handed to the stream `consumer` as an encoder's results are."""
 
 
 class CpuTransfers:
-    """The CPU: everything is there."""
+    """The CPU: nothing is copied."""
 
     def mark(self, consumer: Any) -> Any:
         return None
@@ -195,16 +195,16 @@ class CpuTransfers:
 
 
 class CudaTransfers:
-    """One GPU, on streams that neither the lanes nor the host use."""
+    """One GPU, on two streams that neither the lanes nor the host use."""
 
     def __init__(self, device: torch.device, handoff: str) -> None:
         self._device, self._handoff = device, handoff
-        # Two: a download may wait for somebody's stream, and no hit of anybody else should wait with it.
+        # Two: a download may wait for a consumer's stream, and no other caller's hit should wait with it.
         self._down, self._up = (torch.cuda.Stream(device=device) for _ in range(2))
 
     def mark(self, consumer: Any) -> Any:
-        # The rows are right on the consumer's stream, and maybe nowhere else yet. Where the host has waited
-        # for them the consumer is left alone: it may have work for long, or be captured.
+        # The rows are complete on the consumer's stream, and maybe nowhere else yet. Where the host has
+        # waited for them the consumer is left alone: it may be busy for long, or be captured.
         if self._handoff == "host":
             return None
         consumer.record_event(there := torch.cuda.Event(blocking=True))
@@ -227,7 +227,7 @@ class CudaTransfers:
         return host
 
     def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
-        # An encoder's own rows are ordinary tensors whatever mode the caller is in; so are these.
+        # Rows are ordinary tensors whatever mode the caller is in.
         with torch.inference_mode(False), torch.cuda.device(self._device), torch.cuda.stream(self._up):
             rows = result.tensor.to(self._device, non_blocking=True)
             self._up.record_event(done := torch.cuda.Event(blocking=True))
@@ -240,7 +240,7 @@ class CudaTransfers:
 
 
 def open_transfers(device: torch.device, handoff: str) -> Transfers:
-    """The way of cached rows to and from `device`."""
+    """Return the copier of cached rows to and from `device`."""
     return CudaTransfers(device, handoff) if device.type == "cuda" else CpuTransfers()
 
 
@@ -249,17 +249,17 @@ def _pinned_like(rows: torch.Tensor) -> torch.Tensor:
 
 
 def open_lane(device: torch.device, priority: int) -> Lane:
-    """A lane to `device`; the requested priority is clamped to what the device grants."""
+    """Open a lane to `device`; the requested priority is clamped to what the device grants."""
     return CudaLane(device, priority) if device.type == "cuda" else CpuLane(device)
 
 
 def consumer_stream(device: torch.device) -> Any:
-    """The calling thread's current stream on `device`; None on the CPU."""
+    """Return the calling thread's current stream on `device`; None on the CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """What of a device and of Torch may change the bits of a result, and stays as it is."""
+    """Return the fixed properties of the device and of Torch that may change the bits of a result."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         kind = {"device": properties.name, "capability": f"{properties.major}.{properties.minor}"}
@@ -269,7 +269,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def settings(device: torch.device) -> dict[str, str]:
-    """The settings of Torch's that may change the bits of a result, as the host has them now."""
+    """Return Torch's settings, as the host has them now, that may change the bits of a result."""
     # Not torch.get_float32_matmul_precision(), which raises once the host has set one of these instead.
     if device.type == "cpu":
         return {"matmul precision": torch.backends.mkldnn.matmul.fp32_precision}  # type: ignore[attr-defined]
@@ -281,16 +281,16 @@ def settings(device: torch.device) -> dict[str, str]:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on CUDA, float32 on the CPU."""
+    """Return bfloat16 for CUDA, float32 for the CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-# How Torch says it in an ordinary RuntimeError: the CPU's allocator, pinning, cuBLAS.
+# Texts of ordinary RuntimeErrors of Torch: the CPU's allocator, pinning, cuBLAS.
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def out_of_memory(error: BaseException, what: str) -> DeviceOutOfMemoryError | None:
-    """The library's error if `error` says that memory did not suffice for `what`, chained to it."""
+    """Return the library's error, chained, if `error` means too little memory for `what`; else None."""
     plain = isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
     if not plain and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return None

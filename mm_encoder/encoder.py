@@ -1,52 +1,42 @@
-"""The encoder: images in, embedding rows out. The main path, from top to bottom."""
+"""The encoder: images in, embedding rows out. docs/architecture.md follows one image all the way."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from . import steps
-from .cache.tiered import Cache
-from .cached import CachedEngine, Coalescer
+from .cached import admission_of
+from .coalescer import Coalescer, NoCache
 from .config import (
     CacheConfig,
     ImageOptions,
     MediaLimits,
-    media_limits,
     model_name,
     require_int,
     require_moment,
     require_seconds,
 )
 from .contract import CacheStats, EncoderStats, Health, ImageResult
-from .device import consumer_stream, default_dtype, open_transfers, parse_device
-from .engine.admission import wait_for_future
-from .engine.call import Call, cancel_all
+from .device import consumer_stream
+from .engine.call import Call
 from .engine.engine import Engine
 from .engine.job import Job
-from .engine.replica import ReplicaSettings, build_once
-from .engine.worker import run_in_new_thread
 from .families.registry import load_family
 from .media.source import ImageInput, check_input
-from .runtime import native_summary, usable_cpus
+from .pipeline import ImagePipeline
+from .runtime import native_summary
+from .settings import EncoderSettings
 
 logger = logging.getLogger("mm_encoder")
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_REPLICAS = 32
-_MAX_WORKERS = 256
-_HANDOFFS = ("host", "stream")
-
 
 class Encoder:
-    """N replicas of one checkpoint's vision tower on one device, fed from one bounded queue.
+    """N replicas of one checkpoint's vision tower on one device, fed from one bounded queue. Thread-safe.
 
     checkpoint: directory with config.json, processor file and safetensors.
     model: name for metadata and identity; by default the config's or the directory's.
@@ -57,18 +47,18 @@ class Encoder:
     replicas_per_gpu: 1 to 32, each with its own thread, stream and copy of the weights.
     dtype: of tower and results; bfloat16 on CUDA, float32 on the CPU.
     share_weights: one read-only copy of the weights for all replicas.
-    handoff: "host": a result is complete when it is handed over; "stream": at once, and the stream that
-        was current where the image was submitted waits for it instead of the host. No difference on a CPU.
-    queue_depth: jobs admitted and not yet running; 2 a replica.
-    queue_bytes: bytes of source and pixels those may hold.
-    preprocess_workers: threads that decode and cut images; min(4, usable CPUs). All encoders of a process
-        together prepare no more images at a time than it may use CPUs.
-    limits: what one image may weigh.
-    wedged_after: seconds at one image after which `health` calls a thread wedged.
+    handoff: "host": a result is complete when its future is; "stream": the CUDA stream that was current at
+        submission waits for it instead of the host. No difference on a CPU.
+    queue_depth: jobs admitted and not yet running; by default 2 per replica.
+    queue_bytes: bytes of source and pixels that those jobs may hold.
+    preprocess_workers: threads that decode and preprocess; by default min(4, usable CPUs). All encoders of a
+        process together prepare no more images at a time than it may use CPUs.
+    limits: bytes and pixels of one image, see MediaLimits.
+    wedged_after: seconds at one image after which `health` reports a thread as wedged.
 
-    Construction loads every replica. It raises TypeError or ValueError for an impossible argument,
-    CheckpointError for an unsuitable checkpoint, and otherwise what the first failing replica raised,
-    after stopping the others. Threads may share an encoder.
+    Construction loads every replica. Raises TypeError or ValueError for an impossible argument,
+    CheckpointError for an unsuitable checkpoint, and otherwise the error of the first replica that failed,
+    after stopping the others.
     """
 
     def __init__(
@@ -91,74 +81,31 @@ class Encoder:
         limits: MediaLimits | None = None,
         wedged_after: float = 120.0,
     ) -> None:
-        if batching is not None:
-            raise NotImplementedError("batching= is not built yet; leave it out or pass None")
-        if cache is not None and not isinstance(cache, CacheConfig):
-            raise TypeError(f"cache must be a CacheConfig or None, got {type(cache).__name__}")
-        if type(stream_priority) is not int:
-            raise TypeError(f"stream_priority must be an int, got {type(stream_priority).__name__}")
-        self.replicas_per_gpu = require_int("replicas_per_gpu", replicas_per_gpu, 1, _MAX_REPLICAS)
-        depth = 2 * replicas_per_gpu if queue_depth is None else queue_depth
-        workers = min(4, usable_cpus()) if preprocess_workers is None else preprocess_workers
-        require_int("preprocess_workers", workers, 1, _MAX_WORKERS)
-        require_int("queue_depth", depth, 1)
-        require_int("queue_bytes", queue_bytes, 1)
-        wedged_after = require_seconds("wedged_after", wedged_after)
-        if handoff not in _HANDOFFS:
-            raise ValueError(f"handoff must be 'host' or 'stream', got {handoff!r}")
-        self._limits = media_limits(limits)
-        self.device = parse_device(device)
-        self.dtype = default_dtype(self.device) if dtype is None else dtype
-        if type(share_weights) is not bool:
-            raise TypeError(f"share_weights must be a bool, got {type(share_weights).__name__}")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
-        directory, self._family = load_family(checkpoint, family)
-        self.model = model_name(model, directory.name)
-        self.family = self._family.name
-
-        build = steps.build_tower(self._family, self.dtype)
-        settings = ReplicaSettings(
-            self.model,
-            self.device,
-            stream_priority,
-            handoff,
-            build_once(build) if share_weights else build,
-            to_cpu=cache is not None and cache.results == "cpu",
-            cache=None if cache is None else "miss",
-        )
-        coalescer = None
-        if cache is not None:
-            transfers = open_transfers(self.device, handoff)
-            opened = Cache(cache, partial(steps.keys, self._family, self.device, self.dtype))
-            coalescer = Coalescer(opened, transfers, cache.results, workers)
-        self._coalescer = coalescer
-        self._engine = Engine(
-            settings,
-            steps.open_image(self._family, self._limits),
-            steps.prepare(
-                self._family, self._limits, self.model, None if coalescer is None else coalescer.before_decode
-            ),
-            replicas=replicas_per_gpu,
-            workers=workers,
-            depth=depth,
-            max_bytes=queue_bytes,
+        settings = EncoderSettings.checked(
+            device=device,
+            dtype=dtype,
+            cache=cache,
+            limits=limits,
+            stream_priority=stream_priority,
+            replicas_per_gpu=replicas_per_gpu,
+            share_weights=share_weights,
+            batching=batching,
+            handoff=handoff,
+            queue_depth=queue_depth,
+            queue_bytes=queue_bytes,
+            preprocess_workers=preprocess_workers,
             wedged_after=wedged_after,
-            on_stopped=coalescer.close if coalescer else lambda: None,
         )
-        identify = steps.identify(self._family, self._limits, self.model)
-        # All submissions enter here: the engine itself, or the cache in front of it.
-        self._admission = (
-            self._engine if coalescer is None else CachedEngine(self._engine, coalescer, identify)
-        )
+        opened, rules = load_family(checkpoint, family)
+        self.model, self.family = model_name(model, opened.name), rules.name
+        self.device, self.dtype = settings.device, settings.dtype
+        self.replicas_per_gpu = settings.replicas
+        pipeline = ImagePipeline(rules, settings.limits, self.model, self.dtype)
+        self._coalescer = Coalescer.open(cache, settings, pipeline) if cache else NoCache()
+        self._engine = Engine(pipeline, self._coalescer, settings)  # loads every replica
+        self._admission = admission_of(self._engine, self._coalescer, pipeline)
         self.stream_priority = self._engine.stream_priority
-        for index in range(replicas_per_gpu):
-            logger.info(
-                "ready: %s (%s) replica %d of %d on %s, %s, stream priority %d, native kernels %s",
-                *(self.model, self.family, index + 1, replicas_per_gpu),
-                *(self.device, self.dtype, self.stream_priority, native_summary()),
-                extra={"mm_event": "ready", "mm_model": self.model, "mm_worker": index},
-            )
+        self._log_ready()
 
     def generate(
         self,
@@ -171,28 +118,23 @@ class Encoder:
     ) -> list[ImageResult]:
         """Encode one image, or an iterable of them, into (rows, metadata) pairs in input order.
 
-        Images of one call are preprocessed side by side and may run on different replicas.
-        `expected_tokens` holds one positive int an image; a count that differs from the plan's raises
-        PlanMismatchError before the tower runs. `timeout` and `deadline` count for each image, as in
-        `submit`. If an image is at fault its error is raised, with its index in the message, once nothing
-        of the call is running any more.
+        Images of one call are preprocessed in parallel and may run on different replicas. `expected_tokens`
+        holds one positive int per image; a count that differs from the plan's raises PlanMismatchError before
+        the tower runs. `timeout` and `deadline` hold for each image, as in `submit`. If an image fails its
+        error is raised, with its index in the message, once nothing of the call runs any more.
         """
         self._engine.require_usable()
-        call = Call(images, expected_tokens)
+        call = Call(images, expected_tokens, self._engine.scheduler)
         try:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
-                    asked = image, expected, image_options, timeout, deadline
-                    call.add(self._admission.admit(*self._job(*asked)))
-                if call.faulty:
+                    job = self._job(image, expected, image_options, timeout, deadline)
+                    call.add(self._admission.admit(job))
+                if call.failed:
                     break  # its error is raised below
             return [call.result(index) for index in range(len(call.futures))]
         finally:
-            wait(call.cancel())
-            if idle := self._engine.scheduler.preparation_idle(call.futures):
-                idle.result()
-            # What is raised holds this frame, which must not hold it, nor the results of the others.
-            call.futures.clear()
+            call.settle()
 
     async def generate_async(
         self,
@@ -206,38 +148,30 @@ class Encoder:
         """`generate` for an event loop, which is never blocked; no thread waits for the call.
 
         The images are opened in preprocessing threads: they must not be changed before this returns.
-        `timeout` is for a slot in the queue; where only the bytes of an opened image do not fit yet, it waits
-        without it. When the task is cancelled, so is what no replica has taken yet.
+        `timeout` bounds the wait for a slot, not that for the bytes of an opened image. Cancelling the task
+        cancels the images that no replica has taken yet.
         """
         self._engine.require_usable()
-        call = Call(images, expected_tokens)
-        future = idle = None
+        call = Call(images, expected_tokens, self._engine.scheduler)
         try:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
-                    asked = image, expected, image_options, timeout, deadline
-                    call.add(await self._admission.admit_async(*self._job(*asked)))
-                if call.faulty:
+                    job = self._job(image, expected, image_options, timeout, deadline)
+                    call.add(await self._admission.admit_async(job))
+                if call.failed:
                     break
-            for index, future in enumerate(call.futures):
-                await wait_for_future(future)
-                call.result(index)
-            return [call.result(index) for index in range(len(call.futures))]
+            return await call.results_async()
         except Exception:
-            for future in call.cancel():
-                await wait_for_future(future)
-            if idle := self._engine.scheduler.preparation_idle(call.futures):
-                await wait_for_future(idle)
+            await call.settle_async()
             raise
-        except GeneratorExit:  # by garbage collection, maybe inside a lock that cancelling takes
-            run_in_new_thread(partial(cancel_all, list(call.futures)))
+        except GeneratorExit:  # from the garbage collector, maybe inside a lock that cancelling takes
+            call.cancel_elsewhere()
             raise
         except BaseException:
             call.cancel()
             raise
         finally:
             call.futures.clear()
-            del future, idle
 
     def submit(
         self,
@@ -248,21 +182,20 @@ class Encoder:
         timeout: float | None = None,
         deadline: float | None = None,
     ) -> Future[ImageResult]:
-        """Queue one image; waits for room when the queue is full, at most `timeout` seconds (0: not at all).
+        """Queue one image; waits at most `timeout` seconds (0: not at all) while the queue is full.
 
-        `deadline` is a moment on time.monotonic()'s clock: an image that no replica has taken by then is
-        dropped, and its future raises DeadlineExceededError; one that is running finishes.
-        The image is copied and its header read before this returns: it may be changed afterwards, and
-        what can be seen to be wrong with it is in the future at once. Cancelling a
-        queued job frees its slot; a running one finishes. Callbacks on the future run in the engine's
-        threads: they should be brief, and calling the encoder from them raises RuntimeError, since waiting
-        there would be waiting for themselves. Raises EncoderBusyError, EncoderClosedError,
-        ForkedProcessError, and ReplicaError when no replica is left.
+        `deadline` is a moment on time.monotonic()'s clock: if no replica has taken the image by then, its
+        future raises DeadlineExceededError; a running one finishes. The image is copied and its header read
+        before this returns: it may be changed afterwards, and an invalid header is in the future at once.
+        Cancelling a queued image frees its slot; a running one finishes. Callbacks of the future run in the
+        engine's threads: they should be brief, and the encoder raises RuntimeError when called from them, as
+        it would deadlock. Raises EncoderBusyError, EncoderClosedError, ForkedProcessError, and ReplicaError
+        when no replica is left.
         """
         self._engine.require_usable()
         if expected_tokens is not None:
             require_int("expected_tokens", expected_tokens, 1)
-        return self._admission.admit(*self._job(image, expected_tokens, image_options, timeout, deadline))
+        return self._admission.admit(self._job(image, expected_tokens, image_options, timeout, deadline))
 
     def encode_image(self, data: ImageInput) -> dict[str, torch.Tensor]:
         """Encode one image into named tensors: `embeddings` [rows, width] on the device, and int64
@@ -277,69 +210,50 @@ class Encoder:
         return _named((await self.generate_async(data))[0])
 
     def health(self) -> Health:
-        """State, threads, queue and last fault at this moment; answers after `close` and in callbacks too."""
+        """Report state, threads, queue and last failure; also after `close` and in callbacks."""
         self._engine.require_own_process()
         return self._engine.health()
 
     def stats(self) -> EncoderStats:
-        """Counts since construction, and percentiles of recent times by stage. Answers as `health` does."""
+        """Return counts since construction, and percentiles of recent times by stage; at any time."""
         self._engine.require_own_process()
         return self._engine.stats()
 
     def cache_stats(self) -> CacheStats:
-        """The cache's counts, all zero without one. Answers as `health` does."""
+        """Return the cache's counts, all zero without one; at any time."""
         self._engine.require_own_process()
-        return CacheStats() if self._coalescer is None else self._coalescer.cache.stats()
+        return self._coalescer.stats()
 
     def bump_weights(self) -> None:
-        """Have the cache serve no result that it has now, for callers who change weights in place. Call it
-        before the change begins, so that nothing made during it is kept for good, and again once it is done.
+        """Invalidate all cached results, for callers who change weights in place. Call it before the change,
+        so that nothing made meanwhile is kept, and again after it.
         """
         self._engine.require_usable()
-        if self._coalescer is not None:
-            self._coalescer.cache.keys.bump()
+        self._coalescer.bump_weights()
 
     def close(self) -> None:
-        """Stop admission, finish what was accepted, join every thread. Results live on; twice is fine.
+        """Stop admission, finish accepted images, join every thread. Idempotent; results stay valid.
 
-        From a result's callback it stops admission and returns; the threads end by themselves.
+        In a future's callback it stops admission and returns; the threads end by themselves.
         """
         self._engine.close(drain=True)
 
     async def close_async(self) -> None:
-        """`close` for an event loop, which goes on meanwhile. Cancelling the waiting does not stop it."""
-        await self._close_elsewhere(drain=True)
-
-    async def _close_elsewhere(self, *, drain: bool) -> None:
-        if self._engine.is_own_thread():  # a result's callback, for which nothing is waited
-            self._engine.close(drain=drain)
-            return
-        closed: Future[None] = Future()
-
-        def close(engine: Engine) -> None:
-            try:
-                engine.close(drain=drain)
-            except BaseException as error:
-                closed.set_exception(error)
-            else:
-                closed.set_result(None)
-
-        threading.Thread(target=close, args=(self._engine,), name="mm-encoder-close", daemon=True).start()
-        await wait_for_future(closed)
-        closed.result()
+        """`close` for an event loop, which is not blocked. Cancelling this does not stop the closing."""
+        await self._engine.close_async(drain=True)
 
     def __enter__(self) -> Encoder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an exception nobody is left to read the results.
+        # After an exception nobody reads the results: what waits is cancelled.
         self._engine.close(drain=kind is None)
 
     async def __aenter__(self) -> Encoder:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        await self._close_elsewhere(drain=kind is None)
+        await self._engine.close_async(drain=kind is None)
 
     def _job(
         self,
@@ -348,14 +262,29 @@ class Encoder:
         options: ImageOptions | None,
         timeout: float | None,
         deadline: float | None,
-    ) -> tuple[Job, float | None]:
-        """What `admit` takes, checked."""
+    ) -> Job:
         check_input(image, options)
         if timeout is not None:
             timeout = require_seconds("timeout", timeout)
         if deadline is not None:
             require_moment("deadline", deadline)
-        return Job(image, options, expected, consumer_stream(self.device), deadline=deadline), timeout
+        consumer = consumer_stream(self.device)
+        return Job(image, options, expected, consumer, timeout=timeout, deadline=deadline)
+
+    def _log_ready(self) -> None:
+        for index in range(self.replicas_per_gpu):
+            logger.info(
+                "ready: %s (%s) replica %d of %d on %s, %s, stream priority %d, native kernels %s",
+                self.model,
+                self.family,
+                index + 1,
+                self.replicas_per_gpu,
+                self.device,
+                self.dtype,
+                self.stream_priority,
+                native_summary(),
+                extra={"mm_event": "ready", "mm_model": self.model, "mm_worker": index},
+            )
 
 
 def _named(result: ImageResult) -> dict[str, torch.Tensor]:

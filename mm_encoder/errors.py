@@ -9,10 +9,10 @@
     ├─ CheckpointError                      config, processor or weights are not what the family needs
     ├─ RuntimeMismatchError                 built for another runtime than this host; says in what
     ├─ EncoderClosedError                   the encoder was closed
-    ├─ EncoderBusyError                     no room in the queue within the caller's `timeout`
+    ├─ EncoderBusyError                     the queue stayed full for the caller's `timeout`
     ├─ DeadlineExceededError                the caller's `deadline` passed before the tower began
-    ├─ ForkedProcessError                   the encoder was made before this process was forked
-    ├─ ReplicaError                         the engine is at fault; chained to its cause
+    ├─ ForkedProcessError                   the encoder was created before fork()
+    ├─ ReplicaError                         the engine failed; chained to its cause
     │  └─ DeviceOutOfMemoryError            that job did not fit; the encoder goes on
     └─ CacheError                           the cache cannot be opened as asked
        └─ CacheLockedError                  its directory belongs to another encoder; names the path
@@ -26,7 +26,7 @@ class MMEncoderError(Exception):
 
 
 class MediaError(MMEncoderError, ValueError):
-    """The media that the caller gave cannot be encoded; another item may be fine."""
+    """The caller's media cannot be encoded; another item may be fine."""
 
 
 class MediaDecodeError(MediaError):
@@ -38,13 +38,11 @@ class UnsupportedMediaError(MediaError):
 
 
 class MediaTooLargeError(MediaError):
-    """The media exceeds `MediaLimits`, or its sides a family's bounds; decided before any pixel is
-    allocated.
-    """
+    """The media exceeds `MediaLimits`, or its sides a family's bounds; raised before a pixel is allocated."""
 
 
 class PlanMismatchError(MMEncoderError, ValueError):
-    """The number of rows differs from what the caller expected; the message has both."""
+    """The number of rows differs from the caller's expectation; the message has both numbers."""
 
 
 class CheckpointError(MMEncoderError):
@@ -52,38 +50,38 @@ class CheckpointError(MMEncoderError):
 
 
 class RuntimeMismatchError(MMEncoderError):
-    """The installed wheel was built for another runtime than this host, or is damaged; raised by the import.
+    """The installed wheel was built for another runtime than this host's, or is damaged; raised by the import.
     The message has each field that differs, as built and as here.
     """
 
 
 class EncoderClosedError(MMEncoderError):
-    """The encoder was closed before this call or before it could do this work."""
+    """The encoder was closed before this call, or before it could encode the image."""
 
 
 class EncoderBusyError(MMEncoderError):
-    """The queue had no room within the `timeout` that the caller gave; nothing was begun."""
+    """The queue stayed full for the caller's `timeout`; nothing was started, so the call may be repeated."""
 
 
 class DeadlineExceededError(MMEncoderError):
-    """The caller's `deadline` passed before a replica took the image, which was dropped."""
+    """The caller's `deadline` passed before a replica took the image, which is not encoded."""
 
 
 class ForkedProcessError(MMEncoderError):
-    """The encoder's threads live in the parent process; make a new encoder, best in a spawned process."""
+    """The encoder was created before fork(), and its threads are in the parent; create one in the child."""
 
 
 class ReplicaError(MMEncoderError):
-    """A replica failed while encoding, or none is left; `__cause__` is what it failed with."""
+    """A replica failed while encoding, or none is left; `__cause__` is the original error."""
 
 
 class DeviceOutOfMemoryError(ReplicaError):
-    """Device or host memory did not suffice for this job; the encoder goes on with the next."""
+    """Device or host memory did not suffice for this image; the encoder goes on with the next."""
 
 
 class CacheError(MMEncoderError):
-    """The cache cannot be opened as asked. Once it is open, its faults are misses, counted and logged."""
+    """The cache cannot be opened. Once it is open, failures are misses, counted and logged."""
 
 
 class CacheLockedError(CacheError):
-    """The cache's directory is in use by another encoder; the message names it."""
+    """Another encoder uses the cache's directory; the message names it."""

@@ -1,4 +1,4 @@
-"""Token counts and tower inputs without weights or a device."""
+"""Row counts and tower inputs without weights or a device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from .media.source import ImageInput
 
 
 class MediaPlanner:
-    """Plans images for the checkpoint in a directory, from its config files alone.
+    """Plans images for the checkpoint in a directory, from its config files alone. Thread-safe.
 
-    `plan` and the encoder call the same function, so their token counts cannot disagree; give both the same
-    `limits`. Thread-safe.
-    Raises CheckpointError as `Encoder` does.
+    `plan` and the encoder call the same function, so their row counts cannot disagree; give both the same
+    `limits`. Raises CheckpointError as `Encoder` does.
     """
 
     def __init__(
@@ -37,8 +36,8 @@ class MediaPlanner:
     def plan(
         self, image: ImageInput | tuple[int, int], *, image_options: ImageOptions | None = None
     ) -> MediaPlan:
-        """The plan of an image, of which only the header is read (but a path's file is read, and a data
-        URL decoded, whole), or of a (width, height) as shown.
+        """Return the plan of an image or of a (width, height) as shown. Of encoded bytes only the header is
+        read; a path's file is read, and a data URL decoded, whole.
 
         Raises MediaError; TypeError or ValueError for a size that is not two positive ints.
         """
@@ -53,8 +52,8 @@ class MediaPlanner:
         dtype: torch.dtype = torch.float32,
         image_options: ImageOptions | None = None,
     ) -> tuple[MediaPlan, dict[str, torch.Tensor]]:
-        """The plan, and what the reference's own processor gives for the image: `pixel_values` of
-        `dtype`, in its values, shape and patch order, and `grid_thws`, int64 [1, 3]. Raises MediaError.
+        """Return the plan and the output of the reference's processor: `pixel_values` of `dtype` in its
+        values, shape and patch order, and `grid_thws`, int64 [1, 3]. Raises MediaError.
         """
         source = self._family.open(image, self._limits, image_options)
         plan = self._family.plan(source.size)

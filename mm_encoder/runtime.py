@@ -1,4 +1,4 @@
-"""What this process is running on."""
+"""The runtime of this process: usable CPUs, versions, native kernels."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from . import _manifest, _native
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """CPUs that this process may use, at least 1: its affinity, cut by the quotas of its cgroup and of those
-    above it (version 2, or 1). `root` is where /proc and /sys are.
+    """Return the number of CPUs that this process may use, at least 1: its affinity, limited by the quotas of
+    its cgroup and of those above it (version 2, or 1). `root` is the folder of /proc and /sys.
     """
     if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
@@ -26,7 +26,7 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[int]:
-    """Whole CPUs that each cgroup quota leaves."""
+    """Yield the whole CPUs of each cgroup quota."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -49,11 +49,11 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
-        return []  # not this kind of system, or not ours to read
+        return []  # another kind of system, or not readable
 
 
 def identity() -> Mapping[str, str]:
-    """Versions and machine, in the order in which a person would read them."""
+    """Return versions and machine, in reading order."""
     return {
         "mm-encoder": _version("mm-encoder"),
         "python": platform.python_version(),
@@ -66,7 +66,7 @@ def identity() -> Mapping[str, str]:
 
 
 def native_summary() -> str:
-    """Which native kernels this process runs on, or why none."""
+    """Describe the native kernels in use, or why there are none."""
     manifest = _manifest.read(_native.LIBRARY)
     if _native.kernels is not None:
         built = "built in place" if manifest is None else str(manifest.get("policy", "a wheel"))
@@ -76,7 +76,7 @@ def native_summary() -> str:
 
 
 def versions() -> Mapping[str, str]:
-    """Versions of the packages that take part in making a result, besides Torch."""
+    """Return the versions of the packages besides Torch that a result depends on."""
     return {name: _version(name) for name in ("numpy", "pillow", "simplejpeg", "safetensors")}
 
 

@@ -37,6 +37,7 @@ from mm_encoder import (
     ReplicaError,
 )
 from mm_encoder.cache.memory import live_cpu_bytes_process
+from mm_encoder.coalescer import Coalescer, LookUp
 from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.source import Source
 
@@ -433,7 +434,7 @@ def test_an_internal_error_on_delivery_leaves_no_waiter(
 ) -> None:
     encoder = make(queue_depth=8, preprocess_workers=1)
     coalescer = encoder._coalescer
-    assert coalescer is not None
+    assert isinstance(coalescer, Coalescer)
 
     def broken(*_: Any) -> Any:
         raise MemoryError("no memory")
@@ -458,7 +459,7 @@ def test_an_internal_error_on_delivery_leaves_no_waiter(
     assert where != "share" or isinstance(outcomes[0], ReplicaError)
     assert encoder.submit(png()).result(timeout=HANG)
     nothing_left(encoder)
-    assert where != "keep" or (encoder.cache_stats().errors == 1 and "a result was not kept" in caplog.text)
+    assert where != "keep" or (encoder.cache_stats().errors == 1 and "a result was not stored" in caplog.text)
 
 
 def test_callbacks_of_a_hit_found_before_decoding_run_without_the_cpu_permit(
@@ -473,10 +474,10 @@ def test_callbacks_of_a_hit_found_before_decoding_run_without_the_cpu_permit(
     work.wait()
     first = encoder.submit(png())
     until(lambda: encoder.cache_stats().misses == 2)
-    assert encoder._coalescer is not None
+    assert isinstance(encoder._coalescer, Coalescer)
     find = encoder._coalescer.find
     # As if both had been looked up before either was in flight.
-    monkeypatch.setattr(encoder._coalescer, "find", lambda *_: False)
+    monkeypatch.setattr(encoder._coalescer, "find", lambda *_: LookUp.MISS)
     second = encoder.submit(png())
     monkeypatch.setattr(encoder._coalescer, "find", find)
     answers: list[ImageResult] = []

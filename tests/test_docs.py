@@ -73,7 +73,7 @@ def go_and_end(stage: str, scheduler: Scheduler, one: Job) -> None:
     if stage == "loop":
         from_a_loop(scheduler, one)
     elif stage == "opening":
-        admit(scheduler, one, late_when_opened, None)
+        admit(scheduler, one, late_when_opened)
     else:
         started(lambda: enter(scheduler, one))
         until(lambda: scheduler.slots.waiting + scheduler.bytes.waiting + len(scheduler._queued) > 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 
 class Waits(Protocol):
@@ -22,20 +22,17 @@ Abandon = Callable[[BaseException | None], object]
 
 
 class Flight(Generic[A]):
-    """One computation and its waiters. `abandon` is called with the reason when the last waiter leaves;
-    `tag` is for the code that closes the flight.
-    """
+    """One computation and its waiters. `abandon` is called with the reason when the last waiter leaves."""
 
     def __init__(self, first: A, abandon: Abandon) -> None:
         self.key = b""
-        self.tag: Any = None
         self._waiters: list[A] | None = [first]
         self._running = False
         self._abandon: Abandon | None = abandon
         self._lock = threading.Lock()
 
     def join(self, *waiters: A) -> bool:
-        """Wait for it too; False if it has landed or was given up."""
+        """Add waiters; False if the flight has closed or was abandoned."""
         with self._lock:
             if self._waiters is None:
                 return False
@@ -46,14 +43,14 @@ class Flight(Generic[A]):
             return True
 
     def mark_running(self) -> None:
-        """The work runs."""
+        """Record that the computation runs, for the waiters of now and those to come."""
         with self._lock:
             self._running = True
             for waiter in self._waiters or ():
                 waiter.mark_running()
 
     def leave(self, waiter: A, why: BaseException | None = None) -> None:
-        """Wait no more, because of `why`; None: it was cancelled."""
+        """Remove a waiter, because of `why` (None: it was cancelled). The last one abandons the flight."""
         abandon = None
         with self._lock:
             if self._waiters is None or not any(other is waiter for other in self._waiters):
@@ -65,34 +62,34 @@ class Flight(Generic[A]):
             abandon(why)
 
     def waiters(self) -> list[A]:
-        """Those who wait at this moment."""
+        """Return the waiters of this moment."""
         with self._lock:
             return list(self._waiters or ())
 
     def close(self) -> list[A]:
-        """End it; returns those who waited. Nobody can join any more."""
+        """Close the flight, which cannot be joined any more, and return its waiters."""
         with self._lock:
             waiters, self._waiters = self._waiters, None
-            self._abandon = None  # it belongs to the work, which knows the flight
+            self._abandon = None  # a method of the computation, which refers to the flight
             return waiters or []
 
 
 class Flights(Generic[A]):
-    """The flights that have taken off, by key."""
+    """The flights that can be joined, by key."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._flights: dict[bytes, Flight[A]] = {}
 
     def join(self, key: bytes, *waiters: A) -> Flight[A] | None:
-        """Join the flight under `key`, if there is one, and return it."""
+        """Join the flight of `key`, if there is one, and return it."""
         with self._lock:
             flight = self._flights.get(key)
         return flight if flight is not None and flight.join(*waiters) else None
 
     def claim_key(self, key: bytes, flight: Flight[A]) -> bool:
-        """Be the flight under `key`; False if there is another that can be joined. One that has landed or was
-        given up meanwhile may be ended once more.
+        """Make `flight` the one of `key`; False if there is another that can be joined. A flight that was
+        closed or abandoned meanwhile may be finished once more.
         """
         with self._lock:
             other = self._flights.get(key)
@@ -103,13 +100,13 @@ class Flights(Generic[A]):
             return True
 
     def finish(self, flight: Flight[A]) -> list[A]:
-        """Land a flight, and return those who waited for it."""
+        """Remove a flight, close it, and return its waiters."""
         with self._lock:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
         return flight.close()
 
     def __len__(self) -> int:
-        """How many flights there are."""
+        """Return the number of flights."""
         with self._lock:
             return len(self._flights)

@@ -202,7 +202,7 @@ class Cache:
                 self._store(key, waiting)
             except Exception:
                 self.count("errors")
-                logger.exception("a result was not kept", extra={"mm_event": "cache_error"})
+                logger.exception("a result was not stored", extra={"mm_event": "cache_error"})
             with self._lock:
                 del self._backlog[key]
                 self._backlog_bytes -= waiting.nbytes

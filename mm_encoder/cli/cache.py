@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 
-from .. import steps
 from ..cache import regions, upkeep
 from ..cache.directory import LOCK, require_ours
 from ..config import CacheConfig, MediaLimits, model_name
@@ -14,6 +13,7 @@ from ..contract import CacheStats
 from ..device import default_dtype, parse_device
 from ..errors import CacheError
 from ..families.registry import load_family
+from ..pipeline import ImagePipeline
 from .files import FAULTS
 from .options import (
     CheckpointArgument,
@@ -75,16 +75,16 @@ def key(
     except FAULTS as error:
         complain(str(image), error)
         return 1
-    mm_hash = source.mm_hash(model_name(model, opened_checkpoint.name))
-    keys = steps.keys(rules, target, chosen_dtype(dtype) or default_dtype(target))
+    name, chosen = model_name(model, opened_checkpoint.name), chosen_dtype(dtype) or default_dtype(target)
+    mm_hash, keys = source.mm_hash(name), ImagePipeline(rules, MediaLimits(), name, chosen).cache_keys(target)
     fields, hexadecimal = keys.fields(mm_hash, None), keys.key(mm_hash, None).hex()
     if as_json:
         print(json.dumps({"key": hexadecimal, "fields": fields}, indent=2))
         return 0
     # Plain lines: values are compared and copied, so not even a narrow terminal may fold them.
     width = max(map(len, fields))
-    for name, value in (*fields.items(), ("key", hexadecimal)):
-        print(f"{name:{width}}  {printable(value)}".rstrip())
+    for label, value in (*fields.items(), ("key", hexadecimal)):
+        print(f"{label:{width}}  {printable(value)}".rstrip())
     return 0
 
 

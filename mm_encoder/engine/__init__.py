@@ -1,4 +1,4 @@
-"""What happens between submit and result; docs/engine.md tells it as one story, with diagrams.
+"""What happens between submit and result; docs/architecture.md tells it as one story, with diagrams.
 
-The engine is given functions and never imports a family.
+The engine is given a pipeline and never imports a family.
 """

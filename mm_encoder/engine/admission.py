@@ -1,8 +1,4 @@
-"""Admission: how a job gets its slot, is opened and gets room for its bytes, in a thread or on a loop.
-
-Raised are refusals: EncoderBusyError, EncoderClosedError, and ReplicaError when no replica is left. What
-is wrong with the image is in the job's future.
-"""
+"""Admission: how a job gets its slot, is opened and gets its bytes, in a thread or on an event loop."""
 
 from __future__ import annotations
 
@@ -12,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+from ..contract import ImageResult
 from ..errors import EncoderBusyError, MMEncoderError
 from .budget import Budget, Grant
 from .job import Job, JobState
@@ -21,24 +18,35 @@ from .scheduler import Scheduler
 from .worker import run_in_new_thread
 
 OpenImage = Callable[[Job], None]
-"""Takes the snapshot and plans: fills in `source` and `plan` from `image`, and may raise."""
+"""Replaces a job's `image` by `source` and `plan`; may raise."""
 
 
-def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float | None) -> None:
-    """Wait for room, at most `timeout` seconds in all, and queue `job`."""
-    until = None if timeout is None else time.monotonic() + timeout
+class Admission(Protocol):
+    """Where jobs enter: the engine, or the cache in front of it."""
+
+    def admit(self, job: Job) -> Future[ImageResult]:
+        """Return a future for the job's image, waiting for a slot and bytes where it must be encoded.
+
+        Raises EncoderBusyError, EncoderClosedError, and ReplicaError when no replica is left. What is wrong
+        with the image is in the future.
+        """
+
+    async def admit_async(self, job: Job) -> Future[ImageResult]:
+        """`admit` on the running loop, which is never blocked."""
+
+
+def admit(scheduler: Scheduler, job: Job, open_image: OpenImage) -> None:
+    """Get `job` its slot, open it, get it its bytes, and enqueue it; waits `job.timeout` seconds in all."""
+    until = None if job.timeout is None else time.monotonic() + job.timeout
     with _refusals(job):
         scheduler.register(job)
         if job.finished:
             return
         grant = scheduler.slots.acquire(job, 1)
         scheduler.deadlines.watch(job)
-        if job.finished:  # it came to its end meanwhile, and had no place in the line to leave
-            scheduler.enqueue(job)
-            return
         _wait(scheduler.slots, job, grant, until)
-        if job.finished:  # its deadline passed in the line
-            scheduler.enqueue(job)
+        if job.finished:  # cancelled, or late, while it waited or just before: its callback released nothing
+            scheduler.retire(job)
             return
         job.stage_done("admission_wait")
         job.move_to(JobState.OPENING)
@@ -52,18 +60,18 @@ def admit(scheduler: Scheduler, job: Job, open_image: OpenImage, timeout: float 
         grant = scheduler.bytes.acquire(job, job.nbytes)
         if grant is not None and not job.finished:
             job.move_to(JobState.WAITING)
-            _wait(scheduler.bytes, job, grant, until)
+        _wait(scheduler.bytes, job, grant, until)
         job.stage_done("admission_wait")
         scheduler.enqueue(job)
 
 
-async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> None:
-    """The same on the running loop, where nothing may take long: a preprocessing thread opens the image
-    and asks for room for its bytes.
+async def admit_async(scheduler: Scheduler, job: Job) -> None:
+    """Get `job` its slot on the running loop, and enqueue it. Nothing may take long there, so a preprocessing
+    thread opens the image and gets it its bytes.
     """
 
-    def queue(grant: Grant | None) -> None:
-        if grant is None or grant.exception() is None:
+    def enqueue(grant: Grant) -> None:
+        if grant.exception() is None:
             job.stage_done("admission_wait")
             scheduler.enqueue(job)
 
@@ -73,13 +81,17 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
             return
         grant = scheduler.slots.acquire(job, 1)
         scheduler.deadlines.watch(job)
-        if grant is None or job.finished:
-            queue(None)
+        if job.finished:
+            scheduler.retire(job)
             return
-        # By whoever gives the slot: it must not lie idle for as long as the loop is busy elsewhere.
-        grant.add_done_callback(queue)
+        if grant is None:
+            job.stage_done("admission_wait")
+            scheduler.enqueue(job)
+            return
+        # Enqueued by the thread that frees the slot, so that a busy event loop does not leave it unused.
+        grant.add_done_callback(enqueue)
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(job.timeout):
                 await wait_for_future(grant)
         except TimeoutError:
             _raise_if_busy(scheduler.slots, job)
@@ -88,8 +100,8 @@ async def admit_async(scheduler: Scheduler, job: Job, timeout: float | None) -> 
 
 
 async def wait_for_future(future: Future[Any]) -> None:
-    """Wait on the running loop until `future` is done. Cancelling the waiting leaves the future alone, and
-    a loop that was closed meanwhile is left alone.
+    """Wait on the running loop until `future` is done. Cancelling this does not cancel the future, and a loop
+    that was closed meanwhile is left alone.
     """
     loop = asyncio.get_running_loop()
     arrived = loop.create_future()
@@ -110,7 +122,7 @@ async def wait_for_future(future: Future[Any]) -> None:
 
 @contextmanager
 def _refusals(job: Job) -> Iterator[None]:
-    """Give a job that is refused, or whose caller is interrupted, its outcome; that frees what it holds."""
+    """End a job that is refused, or whose caller is interrupted, which releases what it holds."""
     try:
         yield
     except MMEncoderError as error:
@@ -125,7 +137,7 @@ def _refusals(job: Job) -> Iterator[None]:
 
 
 def _wait(budget: Budget[Job], job: Job, grant: Grant | None, until: float | None) -> None:
-    if grant is None:
+    if grant is None or job.finished:
         return
     try:
         if until is None:
@@ -138,5 +150,8 @@ def _wait(budget: Budget[Job], job: Job, grant: Grant | None, until: float | Non
 
 
 def _raise_if_busy(budget: Budget[Job], job: Job) -> None:
-    if budget.cancel_wait(job):  # else it came, or was refused, in the last moment
-        raise EncoderBusyError("the queue is full and no room came free within the timeout")
+    if budget.cancel_wait(job):  # else it was granted, or refused, a moment ago
+        raise EncoderBusyError(
+            "the queue is full: no slot or bytes became free within `timeout`; retry later, or raise "
+            "timeout=, queue_depth= or queue_bytes="
+        )

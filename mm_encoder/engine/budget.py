@@ -1,4 +1,4 @@
-"""A bounded amount that is given out first come, first served, to threads and event loops alike."""
+"""A weighted FIFO semaphore for threads and event loops alike."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Grant = Future[None]
 
 
 class Budget(Generic[T]):
-    """At most `limit` is held at a time, except that a holder of more is let in alone.
+    """At most `limit` is held at a time, but an amount above the limit is granted when nothing is held.
 
-    What it does under its lock calls nobody; futures are resolved after that.
+    Grants are resolved after the lock is released, so no callback runs under it.
     """
 
     def __init__(self, limit: int) -> None:
@@ -28,22 +28,21 @@ class Budget(Generic[T]):
         self._refusal: Callable[[], BaseException] | None = None
 
     def acquire(self, holder: T, amount: int) -> Grant | None:
-        """Ask for `amount`: None if it was given at once, otherwise a place in the line.
-
-        Raises what `close` was told to.
+        """Acquire `amount`: None if it was granted at once, otherwise the grant to wait for. Raises what
+        `close` was given.
         """
         with self._lock:
             if self._refusal is not None:
                 raise self._refusal()
             if not self._waiters and self._fits(amount):
-                self._give(holder, amount)
+                self._grant(holder, amount)
                 return None
             grant = Grant()
             self._waiters[holder] = amount, grant
             return grant
 
     def cancel_wait(self, holder: T) -> bool:
-        """Leave the line; False if it was granted by then."""
+        """Stop waiting; False if the amount was granted by then."""
         with self._lock:
             if self._waiters.pop(holder, None) is None:
                 return False
@@ -52,7 +51,7 @@ class Budget(Generic[T]):
         return True
 
     def release(self, holder: T) -> None:
-        """Give back what is held, or leave the line; nothing for one who does neither."""
+        """Give back what is held, or stop waiting; does nothing for a holder that does neither."""
         with self._lock:
             self._used -= self._held.pop(holder, 0)
             _, grant = self._waiters.pop(holder, (0, None))
@@ -60,7 +59,7 @@ class Budget(Generic[T]):
         _notify(granted if grant is None else [*granted, grant])
 
     def close(self, refusal: Callable[[], BaseException]) -> None:
-        """Refuse everyone in line and all who come; what is held stays so."""
+        """Refuse all who wait and all who come later; what is held stays held."""
         with self._lock:
             self._refusal = refusal
             refused = [grant for _, grant in self._waiters.values()]
@@ -76,12 +75,12 @@ class Budget(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """How many are in line."""
+        """The number of waiters."""
         with self._lock:
             return len(self._waiters)
 
     def holders(self) -> list[T]:
-        """Those who hold something, longest first."""
+        """Return the holders, the earliest first."""
         with self._lock:
             return list(self._held)
 
@@ -92,14 +91,14 @@ class Budget(Generic[T]):
             if not self._fits(amount):
                 break
             del self._waiters[holder]
-            self._give(holder, amount)
+            self._grant(holder, amount)
             granted.append(grant)
         return granted
 
     def _fits(self, amount: int) -> bool:
         return not self._held or self._used + amount <= self._limit
 
-    def _give(self, holder: T, amount: int) -> None:
+    def _grant(self, holder: T, amount: int) -> None:
         self._held[holder] = amount
         self._used += amount
 

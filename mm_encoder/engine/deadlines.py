@@ -1,4 +1,4 @@
-"""Deadlines: the one thread that drops jobs which no replica took in time."""
+"""Deadlines: one thread fails the jobs that no replica took in time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .promise import Promise
 
 
 class Deadlines:
-    """Watches jobs until they are done; `run` is what the thread does."""
+    """Watches jobs, and callers' waiters, until they are done. The thread executes `run`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -19,7 +19,7 @@ class Deadlines:
         self._ended = False
 
     def watch(self, job: Promise) -> None:
-        """Have `job` dropped at its deadline, if it has one."""
+        """Fail `job` at its deadline, if it has one and is pending by then."""
         if job.deadline is None:
             return
         with self._changed:
@@ -30,13 +30,13 @@ class Deadlines:
             job.fail_if_pending(_late())
 
     def forget(self, job: Promise) -> None:
-        """`job` is done."""
+        """Watch `job` no longer."""
         if job.deadline is not None:
             with self._changed:
                 self._watched.pop(job, None)
 
     def run(self) -> None:
-        """Drop what is late, until `end`."""
+        """Fail what is late, until `end`."""
         while True:
             with self._changed:
                 if self._ended:
@@ -52,10 +52,10 @@ class Deadlines:
                     continue
             for job in late:
                 job.fail_if_pending(_late())
-            del late, job  # nothing is kept while waiting
+            del late, job  # nothing is kept alive while waiting
 
     def end(self) -> None:
-        """Let the thread go; jobs that are still watched have no deadline any more."""
+        """End the thread; jobs still watched lose their deadlines."""
         with self._changed:
             self._ended = True
             self._changed.notify()

@@ -1,21 +1,24 @@
-"""The engine room: one scheduler, the threads that work for it, and how they begin and end."""
+"""The engine: one scheduler and the threads that work for it."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from ..contract import EncoderState, EncoderStats, Health, ImageResult, WorkerHealth
 from ..errors import ForkedProcessError
-from .admission import OpenImage, admit, admit_async
+from ..settings import EncoderSettings
+from .admission import admit, admit_async, wait_for_future
 from .job import Job
 from .lifecycle import ThreadGroup
-from .preprocess import Prepare, Preprocessor
-from .replica import Replica, ReplicaSettings
+from .preprocess import Preprocessor
+from .protocols import Coalescing, Pipeline
+from .replica import Replica, build_once
 from .scheduler import Scheduler
 from .worker import Worker, is_owned_by, owned_thread
 
@@ -23,34 +26,26 @@ logger = logging.getLogger("mm_encoder")
 
 
 class Engine:
-    """Starts its threads at once and returns when every replica has loaded.
+    """Starts its threads, and returns when every replica has loaded.
 
-    If a replica fails to load or a thread to start, those begun are stopped and the first cause is raised.
-    `on_stopped` is called whenever all threads have ended; it may be called more than once.
-    The threads hold the scheduler and not the engine, so an engine that is dropped ends them; so does one
-    that is alive at interpreter exit.
+    If a replica fails to load, or a thread to start, the others are stopped and the first cause is raised.
+    The coalescer is closed when all threads have ended. The threads hold the scheduler and not the engine, so
+    an engine that nobody refers to stops them.
     """
 
-    def __init__(
-        self,
-        settings: ReplicaSettings,
-        open_image: OpenImage,
-        prepare: Prepare,
-        *,
-        replicas: int,
-        workers: int,
-        depth: int,
-        max_bytes: int,
-        wedged_after: float,
-        on_stopped: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.scheduler = Scheduler(depth, max_bytes, replicas)
-        self._open_image, self._wedged_after = open_image, wedged_after
-        self._replicas = [Replica(index, settings, self.scheduler) for index in range(replicas)]
-        self._preprocessors = [
-            Preprocessor(index, self.scheduler, open_image, prepare) for index in range(workers)
+    def __init__(self, pipeline: Pipeline, coalescer: Coalescing, settings: EncoderSettings) -> None:
+        self._pipeline, self._wedged_after = pipeline, settings.wedged_after
+        self.scheduler = Scheduler(settings.queue_depth, settings.queue_bytes, settings.replicas)
+        build = build_once(pipeline.build_tower) if settings.share_weights else pipeline.build_tower
+        self._replicas = [
+            Replica(index, settings, pipeline.model, build, self.scheduler)
+            for index in range(settings.replicas)
         ]
-        self._threads = ThreadGroup(self.scheduler, on_stopped)
+        self._preprocessors = [
+            Preprocessor(index, self.scheduler, pipeline, coalescer)
+            for index in range(settings.preprocess_workers)
+        ]
+        self._threads = ThreadGroup(self.scheduler, coalescer.close)
         self._pid = os.getpid()
         weakref.finalize(self, self._threads.stop_from_gc).atexit = False
         try:
@@ -64,39 +59,42 @@ class Engine:
             self.close(drain=False)
             raise
 
-    def admit(self, job: Job, timeout: float | None) -> Future[ImageResult]:
-        """The job's future, once it is admitted; see `admission.admit`."""
-        admit(self.scheduler, job, self._open_image, timeout)
+    def admit(self, job: Job) -> Future[ImageResult]:
+        """See `Admission`."""
+        admit(self.scheduler, job, self._pipeline.open)
         return job.future
 
-    async def admit_async(self, job: Job, timeout: float | None) -> Future[ImageResult]:
-        """The same on the running loop; see `admission.admit_async`."""
-        await admit_async(self.scheduler, job, timeout)
+    async def admit_async(self, job: Job) -> Future[ImageResult]:
+        """See `Admission`."""
+        await admit_async(self.scheduler, job)
         return job.future
 
     def require_usable(self) -> None:
         """Raise ForkedProcessError in a forked child, RuntimeError in one of the engine's own threads, where
-        waiting would be waiting for oneself, EncoderClosedError after `close`, and ReplicaError when no
-        replica is left.
+        waiting would deadlock, EncoderClosedError after `close`, and ReplicaError when no replica is left.
         """
         self.require_own_process()
         if self.is_own_thread():
-            raise RuntimeError("a result's callback must not call the encoder; hand the work to a thread")
+            raise RuntimeError(
+                "the encoder cannot be called from a future's callback, which runs in an engine thread and "
+                "would deadlock; call it from another thread"
+            )
         self.scheduler.require_open()
 
     def is_own_thread(self) -> bool:
-        """Whether this is called in one of the engine's threads, as from a result's callback."""
+        """Whether the calling thread is one of the engine's, as in a future's callback."""
         return is_owned_by(self.scheduler)
 
     def require_own_process(self) -> None:
         """Raise ForkedProcessError in a forked child."""
         if os.getpid() != self._pid:
             raise ForkedProcessError(
-                "this encoder was made before the process was forked; make one in the child, or spawn it"
+                "this Encoder was created before fork(); create it in the child process, or start the "
+                "process with the 'spawn' method"
             )
 
     def health(self) -> Health:
-        """How the threads and the queue are at this moment."""
+        """Report on the threads and the queue at this moment."""
         waiting = self.scheduler.slots.holders()
         replicas = self._health_of(self._replicas)
         preprocessing = self._health_of(self._preprocessors)
@@ -112,15 +110,14 @@ class Engine:
         )
 
     def stats(self) -> EncoderStats:
-        """Counts and times since construction."""
+        """Return counts and times since construction."""
         return self.scheduler.tally.snapshot()
 
     def close(self, *, drain: bool) -> None:
-        """Stop admission, finish (`drain`) or cancel what waits, and join every thread.
-
-        In one of the engine's own threads, as from a result's callback, nothing is waited for.
+        """Stop admission, finish (`drain`) or cancel what waits, and join every thread. In one of the
+        engine's own threads, as in a future's callback, returns at once.
         """
-        if os.getpid() != self._pid:  # in a forked child there is nothing to close
+        if os.getpid() != self._pid:  # a forked child has nothing to close
             return
         first = not self.scheduler.closed
         self._threads.stop(drain=drain)
@@ -132,6 +129,25 @@ class Engine:
                 stats.requests,
                 extra={"mm_event": "closed"},
             )
+
+    async def close_async(self, *, drain: bool) -> None:
+        """`close` in a new thread, for which the running loop waits."""
+        if self.is_own_thread():  # a future's callback, where nothing is waited for
+            self.close(drain=drain)
+            return
+        closed: Future[None] = Future()
+
+        def close() -> None:
+            try:
+                self.close(drain=drain)
+            except BaseException as error:
+                closed.set_exception(error)
+            else:
+                closed.set_result(None)
+
+        threading.Thread(target=close, name="mm-encoder-close", daemon=True).start()
+        await wait_for_future(closed)
+        closed.result()
 
     def _health_of(self, workers: Sequence[Worker]) -> tuple[WorkerHealth, ...]:
         return tuple(worker.health(self._wedged_after) for worker in workers)

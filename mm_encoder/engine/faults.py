@@ -12,12 +12,12 @@ E = TypeVar("E", bound=BaseException)
 
 
 class Joined(MMEncoderError):
-    """How a job ends whose image another job, or memory, already has the result of. No caller sees it."""
+    """The outcome of a job whose image another job, or memory, has the result of. No caller sees it."""
 
 
 def strip_tracebacks(error: E) -> E:
-    """`error`, from which no frame can be reached: a kept exception must not keep pictures, tensors or
-    weights alive, nor itself, through the frames that it went through.
+    """Clear the tracebacks of `error` and its cause chain, and return it. A stored exception would otherwise
+    keep images and weights alive, and itself.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -31,7 +31,7 @@ def strip_tracebacks(error: E) -> E:
 
 
 def copy_error(error: E, message: str | None = None) -> E:
-    """A copy to be raised elsewhere, as an exception takes on the frames of whoever raises it."""
+    """Return a copy to raise. Raising one instance in several threads would mix their tracebacks."""
     copy = type(error)(*error.args) if message is None else type(error)(message)
     copy.__cause__ = error.__cause__
     copy.__notes__ = list(getattr(error, "__notes__", ()))
@@ -49,7 +49,7 @@ def as_ours(error: BaseException) -> MMEncoderError:
 
 
 def replica_error(what: str, cause: BaseException) -> ReplicaError:
-    """An engine fault, chained to its cause, with what the cause's frames would tell as text."""
+    """Return an engine fault chained to its cause, whose traceback it keeps as text."""
     error = ReplicaError(f"{what}: {type(cause).__name__}: {cause}")
     error.add_note("".join(traceback.format_tb(cause.__traceback__)).rstrip())
     error.__cause__ = strip_tracebacks(cause)

@@ -24,24 +24,23 @@ class JobState(StrEnum):
     """Where a job is; docs/engine.md draws how it gets from one to another."""
 
     WAITING = "waiting"
-    """For a slot of the queue; once opened, for room for its bytes."""
+    """For a slot; once opened, for its bytes."""
     OPENING = "opening"
-    """The calling thread takes the snapshot and reads the header."""
+    """The calling thread takes a snapshot and reads the header."""
     QUEUED = "queued"
     PREPARING = "preparing"
     """A preprocessing thread has it: hash, decode, patches."""
     READY = "ready"
     RUNNING = "running"
-    """A replica has it; it can be cancelled no more."""
+    """A replica has it; it can no longer be cancelled."""
     DONE = "done"
-    """Its future has its one outcome."""
+    """Its future has its outcome."""
 
 
 @dataclass(eq=False, slots=True)
 class Job(Promise):
-    """What was asked, what is known by now, and the future of it.
-
-    `image`, `source` and `patches` are dropped as soon as the next stage has what it needs.
+    """The request, what is known of it by now, and its future. `image`, `source` and `patches` are dropped as
+    soon as the next stage has what it needs.
     """
 
     image: ImageInput | None
@@ -50,6 +49,8 @@ class Job(Promise):
     consumer: Any = None
     """The stream on which the caller will read the rows; None on the CPU."""
 
+    timeout: float | None = None
+    """Seconds that it may wait for its slot and its bytes; None: any time."""
     number: int = 0
     """Its place in the order of arrival."""
     source: Source | None = None
@@ -58,11 +59,11 @@ class Job(Promise):
     patches: Patches | None = None
     mm_hash: str = ""
     on_start: Callable[[], None] = lambda: None
-    """Called once a replica has it."""
+    """Called once a replica has taken the job."""
     flight: Any = None
-    """Who waits for it, where there is a cache (see `cached.py`)."""
+    """Its waiters, where there is a cache (see coalescer.py)."""
     caller_future: Future[ImageResult] | None = None
-    """What the caller who began it holds instead of `future`, where there is a cache."""
+    """The future that its first caller holds, where there is a cache; else callers hold `future`."""
     state: JobState = JobState.WAITING
     timings: dict[str, float] = field(default_factory=dict)
     """Milliseconds by stage."""
@@ -71,48 +72,48 @@ class Job(Promise):
 
     @property
     def nbytes(self) -> int:
-        """What the opened job will hold: its snapshot, its pixels and the canvas cut into patches."""
+        """Bytes that the opened job will hold: its snapshot, its pixels and its patches."""
         assert self.source is not None
         assert self.plan is not None
         return self.source.nbytes + 3 * self.plan.canvas.width * self.plan.canvas.height
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more needs to be done for it."""
+        """Whether nothing more needs to be done for the job."""
         return self.state is JobState.DONE or self.future.cancelled()
 
     def move_to(self, state: JobState) -> None:
-        """Note where it is now. What is done stays so, whoever still works on it."""
+        """Record the state. A job that is done stays so, whichever thread still works on it."""
         with self._lock:
             if self.state is not JobState.DONE:
                 self.state = state
 
     def mark_done(self) -> JobState | None:
-        """It is done: where it was, for the one who says so first."""
+        """Mark the job done. Returns its state before to the first caller, None to later ones."""
         with self._lock:
             before = self.state
             self.state = JobState.DONE
             return None if before is JobState.DONE else before
 
     def stage_done(self, stage: str) -> None:
-        """Book the time since the last stage ended, in milliseconds, under `stage`."""
+        """Add the milliseconds since the previous stage ended to `stage`."""
         now = time.perf_counter()
         self.timings[stage] = self.timings.get(stage, 0.0) + (now - self._mark) * 1e3
         self._mark = now
 
     def abandon(self, why: BaseException | None) -> None:
-        """Nobody waits for it any more; the last who did went because of `why`, or cancelled."""
+        """Fail with `why`, or cancel if it is None, because the last waiter has left."""
         if why is None:
             self.cancel()
         else:
             self.fail_if_pending(why)
 
     def release_buffers(self) -> None:
-        """Hold no picture any more."""
+        """Drop the image in all its forms."""
         self.image = self.source = self.patches = None
 
     def fail(self, error: BaseException) -> None:
-        """As any promise; a fault of the engine is logged."""
+        """As `Promise.fail`; also logs a fault of the engine."""
         error = as_ours(error)
         if isinstance(error, ReplicaError):
             fields = {"mm_event": "job_failed", "mm_error": type(error).__name__, "mm_state": str(self.state)}

@@ -36,7 +36,7 @@ class ThreadGroup:
         """
         with self._lock:
             if self._sealed:
-                raise EncoderClosedError("the encoder was closed while it was being made")
+                raise EncoderClosedError("the encoder was closed while it was being constructed")
             thread.start()
             self._threads.append(thread)
 

@@ -1,4 +1,4 @@
-"""Preprocessing threads: hash, decode and cut into patches, outside the GIL where it takes time."""
+"""Preprocessing threads: open, hash, decode and patches, without the GIL where it takes time."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..runtime import usable_cpus
-from .admission import OpenImage
 from .budget import Grant
 from .job import Job
+from .protocols import Coalescing, Pipeline
 from .scheduler import Scheduler
 from .worker import Worker
 
 logger = logging.getLogger("mm_encoder")
 
-Prepare = Callable[[Job], Callable[[], None] | None]
-"""Fills in `patches` and `mm_hash` and may raise; runs in a preprocessing thread. Where the result is there
-already it returns what gives it to those who wait, to be called once the CPU is given back.
-"""
-
-# All encoders of the process together prepare no more images at a time than it may use CPUs.
+# CPU permits: all encoders of the process together prepare no more images at a time than it may use CPUs.
 _CPUS = threading.BoundedSemaphore(usable_cpus())
 
 
@@ -30,23 +26,39 @@ def _renew_cpus() -> None:
     _CPUS = threading.BoundedSemaphore(usable_cpus())
 
 
-os.register_at_fork(after_in_child=_renew_cpus)  # the threads that held them are not in the child
+os.register_at_fork(after_in_child=_renew_cpus)  # the threads that held permits are not in the child
+
+
+class Ready(NamedTuple):
+    """The job's patches are made, or it needs none any more."""
+
+
+class WaitForBytes(NamedTuple):
+    """The job was opened here, and its bytes do not fit yet."""
+
+    grant: Grant
+
+
+class Deliver(NamedTuple):
+    """The job need not be decoded: `call` gives its waiters what they wait for."""
+
+    call: Callable[[], None]
 
 
 class Preprocessor(Worker):
     """Prepares queued jobs until the scheduler is closed and empty."""
 
-    def __init__(self, index: int, scheduler: Scheduler, open_image: OpenImage, prepare: Prepare) -> None:
+    def __init__(self, index: int, scheduler: Scheduler, pipeline: Pipeline, coalescer: Coalescing) -> None:
         super().__init__(f"mm-encoder-prep-{index}", scheduler)
-        self._scheduler, self._open_image, self._prepare = scheduler, open_image, prepare
+        self._scheduler, self._pipeline, self._coalescer = scheduler, pipeline, coalescer
 
     def run(self) -> None:
-        """Go on whatever happens to the thread: it has no state of its own to lose."""
+        """Prepare jobs, and go on whatever is raised in the thread: it has no state of its own to lose."""
         while True:
             try:
                 self._work()
                 return
-            except BaseException as error:  # no job's fault: those are caught at the job
+            except BaseException as error:  # no job's failure: those are caught per job
                 logger.exception("%s was interrupted and goes on", self.name)
                 if self.job is not None:
                     self.job.fail_if_pending(error)
@@ -54,30 +66,35 @@ class Preprocessor(Worker):
 
     def _work(self) -> None:
         while (job := self._scheduler.next_to_prepare(self)) is not None:
-            grant = instead = None
+            outcome: Ready | WaitForBytes | Deliver = Ready()
             job.stage_done("queue_wait")
             try:
                 with _CPUS:
-                    grant, instead = self._prepare_one(job)
-                if instead is not None:
-                    instead()  # callbacks may take long, or need a CPU of another encoder's
+                    outcome = self._prepare(job)
+                if isinstance(outcome, Deliver):
+                    # Only now: callbacks may take long, or need another encoder's CPU permit.
+                    outcome.call()
             except BaseException as error:
                 job.fail_if_pending(error)
             finally:
-                del job  # an idle thread keeps no picture alive, nor does a grant's callback
+                del job  # an idle thread keeps no image alive, nor does a grant's callback
+                grant = outcome.grant if isinstance(outcome, WaitForBytes) else None
                 self._scheduler.finish_preparing(self, grant)
-                grant = instead = None
+                del outcome, grant
 
-    def _prepare_one(self, job: Job) -> tuple[Grant | None, Callable[[], None] | None]:
-        """Prepare `job`; or return its grant at room for its bytes, if it was opened here and has none; or
-        what is to be done instead.
-        """
+    def _prepare(self, job: Job) -> Ready | WaitForBytes | Deliver:
+        """Take `job` through open, hash, "is it still needed?" and decode, as far as it goes."""
         if job.finished:
-            return None, None
+            return Ready()
         if job.plan is None:
-            self._open_image(job)
+            self._pipeline.open(job)
             job.stage_done("open")
             grant = self._scheduler.bytes.acquire(job, job.nbytes)
             if grant is not None:
-                return grant, None
-        return None, self._prepare(job)
+                return WaitForBytes(grant)
+        self._pipeline.hash(job)
+        deliver = self._coalescer.before_decode(job)
+        if deliver is not None:
+            return Deliver(deliver)
+        self._pipeline.decode(job)
+        return Ready()

@@ -1,8 +1,7 @@
-"""The one queue: which job is prepared next, which runs next, and when a job's room is given back.
+"""The scheduler: two FIFO queues of jobs, and the slots and bytes that they hold.
 
-A job holds a slot from admission, and room for its bytes from when it was opened, until a replica takes
-it; so what waits here follows the bounds and not the number of callers. In the line and in both waiting
-rooms the first to come is the first to go. A job that has a slot is accepted: closing finishes it.
+A job holds a slot from its admission, and its bytes from when it is opened, until a replica takes it. So
+what waits here is bounded whatever the number of callers. A job with a slot is accepted: close() finishes it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ logger = logging.getLogger("mm_encoder")
 
 
 class Scheduler:
-    """Bounded by `depth` jobs and `max_bytes` bytes admitted and not yet running."""
+    """Queues of at most `depth` jobs and `max_bytes` bytes, admitted and not yet running."""
 
     def __init__(self, depth: int, max_bytes: int, replicas: int) -> None:
         self.slots: Budget[Job] = Budget(depth)
@@ -48,20 +47,20 @@ class Scheduler:
         self._queued: list[Job] = []
         self._preparing: set[Job] = set()
         self._ready: list[Job] = []
-        self._idle_waiters: list[tuple[frozenset[Job], Grant]] = []
+        self._idle_waiters: list[tuple[frozenset[Job], Future[None]]] = []
 
     # --- the callers' side (admission.py) --------------------------------------------------------
 
     def register(self, job: Job) -> None:
-        """Take note of a new job, and from here on of its end."""
+        """Count a new job, number it, and watch for its end."""
         self.tally.begun()
         job.number = next(self._numbers)
         job.on_done = self._on_done
-        # By weak reference: a future that held its job would keep its own result alive in a cycle.
+        # A weak reference: a future that held its job would keep its own result alive in a cycle.
         job.future.add_done_callback(partial(self._on_cancelled, weakref.ref(job)))
 
     def enqueue(self, job: Job) -> None:
-        """Let a job be prepared: one with a slot and, if it was opened, with room for its bytes."""
+        """Queue a job for a preprocessing thread: it has its slot and, if it was opened, its bytes."""
         with self._to_prepare:
             finished = job.finished
             if not finished:
@@ -76,20 +75,22 @@ class Scheduler:
         if self._refusal is not None:
             raise copy_error(self._refusal)
 
-    def preparation_idle(self, futures: Collection[Future[ImageResult]]) -> Grant | None:
-        """When no job of these futures is in preparation any more: a cancelled one is let go of only then."""
+    def preparation_idle(self, futures: Collection[Future[ImageResult]]) -> Future[None] | None:
+        """Return a future of the moment when no job of `futures` is in preparation any more; None: now. Only
+        then is a cancelled one released.
+        """
         with self._to_prepare:
             jobs = frozenset(job for job in self._preparing if (job.caller_future or job.future) in futures)
             if not jobs:
                 return None
-            grant = Grant()
-            self._idle_waiters.append((jobs, grant))
-            return grant
+            idle: Future[None] = Future()
+            self._idle_waiters.append((jobs, idle))
+            return idle
 
     # --- the threads' side (preprocess.py, replica.py) -------------------------------------------
 
     def next_to_prepare(self, worker: Worker) -> Job | None:
-        """Wait for a queued job; None once the encoder is closed and all that it accepted was taken."""
+        """Wait for a queued job; None once the encoder is closed and all accepted jobs were taken."""
         with self._to_prepare:
             while not self._queued:
                 if self.closed and not self.slots.used:
@@ -103,8 +104,8 @@ class Scheduler:
             return job
 
     def finish_preparing(self, worker: Worker, grant: Grant | None = None) -> None:
-        """Take back what `worker` prepared: it is ready, or over as its future is, or waits for its `grant`
-        at room for its bytes, after which it is queued again.
+        """Take back the job that `worker` prepared. It is ready, or finished, or waits for its `grant` of
+        bytes and is then queued again.
         """
         job = worker.job
         if job is None:
@@ -112,7 +113,7 @@ class Scheduler:
         with self._to_run:
             worker.take(None)
             self._preparing.discard(job)
-            idle = [grant for jobs, grant in self._idle_waiters if self._preparing.isdisjoint(jobs)]
+            idle = [future for jobs, future in self._idle_waiters if self._preparing.isdisjoint(jobs)]
             self._idle_waiters = [entry for entry in self._idle_waiters if entry[1] not in idle]
             finished = job.finished
             if not finished and grant is not None:
@@ -125,11 +126,11 @@ class Scheduler:
             self.retire(job)
         elif grant is not None:
             grant.add_done_callback(lambda _: self.enqueue(job))
-        for waiting in idle:
-            waiting.set_result(None)
+        for future in idle:
+            future.set_result(None)
 
     def next_to_run(self, worker: Worker) -> Job | None:
-        """Wait for a ready job and start it; None once the encoder is closed and all work was taken."""
+        """Wait for a ready job and start it; None once the encoder is closed and all jobs were taken."""
         while True:
             with self._to_run:
                 while not self._ready:
@@ -151,7 +152,7 @@ class Scheduler:
             self.retire(job)
 
     def on_replica_lost(self, worker: Worker, cause: BaseException) -> None:
-        """A replica's thread ends for good: its job fails, and with the last replica all that waits."""
+        """Fail the job of a replica whose thread ends for good, and with the last replica all that waits."""
         worker.lost = True
         error = replica_error(f"{worker.name} is lost", cause)
         logger.error("%s", error, extra={"mm_event": "replica_lost", "mm_worker": worker.name})
@@ -174,9 +175,9 @@ class Scheduler:
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop admission; accepted jobs go on."""
+        """Stop admission; accepted jobs continue."""
         self._refuse(EncoderClosedError("the encoder is closed"))
-        # Only now: from here on the number of slots in use can only fall.
+        # Set after the refusal: from here on the number of slots in use can only fall.
         self.closed = True
         self._wake_all()
 
@@ -189,33 +190,46 @@ class Scheduler:
         self._refusal = error
         self.slots.close(partial(copy_error, error))
 
+    # --- how a job ends: every way leads to `_on_done`, which acts once ----------------------------
+    #
+    # event            call                      in the thread          slot, bytes, buffers are released
+    # result           Promise.succeed           of its replica         when the replica took it (next_to_run)
+    # tower's error    Promise.fail              of its replica         the same
+    # invalid image    Promise.fail_if_pending   that has the job       when that thread puts it down (retire)
+    # cancelled        Future.cancel             any                    at once; if a thread opens or prepares
+    # deadline passed  Promise.fail_if_pending   of the deadlines       the job, when that puts it down
+    # last replica     on_replica_lost           of that replica        the same
+    # close, no drain  cancel_waiting            that closes            the same
+
     def _on_done(self, job: Job, error: BaseException | None) -> None:
-        """A job has its outcome, in whatever thread gave it that, or noticed first that it was cancelled."""
+        """Account for a job's outcome; in the thread that gave it, or that noticed the cancelling first."""
         before = job.mark_done()
         if before is None:
             return
         self.tally.ended(job, error)
         with self._to_prepare:
             busy = job in self._preparing
-            for room in (self._queued, self._ready):
-                if job in room:
-                    room.remove(job)
+            for queue in (self._queued, self._ready):
+                if job in queue:
+                    queue.remove(job)
         if not busy:
             self._release(job)
-        if not busy and before is not JobState.OPENING:  # else it is let go of by the thread that has it
+        if not busy and before is not JobState.OPENING:  # else the thread that has it does
             job.release_buffers()
         self.deadlines.forget(job)
 
     def _on_cancelled(self, watch: weakref.ref[Job], future: Future[ImageResult]) -> None:
         job = watch()  # None where a thread that had it noticed first
-        if os.getpid() != self._pid:  # a forked child's copy: whoever held a lock then is not in the child
+        if os.getpid() != self._pid:  # a forked child: the threads that held locks are not in it
             return
         if job is not None and future.cancelled():
             self._on_done(job, CancelledError())
             job.notify_cancelled()
 
     def retire(self, job: Job) -> None:
-        """Let go of a job that is over. It may be so since just now, and nobody been told yet."""
+        """Release everything that a finished job holds. If it was cancelled a moment ago, account for that
+        and notify its waiters first.
+        """
         self._on_done(job, CancelledError())
         if job.future.cancelled():
             job.notify_cancelled()
@@ -229,7 +243,7 @@ class Scheduler:
             self._wake_all()
 
     def _wake_all(self) -> None:
-        if not self.slots.used:  # closed, so nothing comes that could have a deadline
+        if not self.slots.used:  # closed, so no job with a deadline can follow
             self.deadlines.end()
         with self._to_prepare:
             self._to_prepare.notify_all()

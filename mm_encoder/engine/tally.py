@@ -1,4 +1,4 @@
-"""Counts and times of jobs: a few additions a job, and the rest when somebody asks."""
+"""Counts and times of jobs: a few additions per job, percentiles only on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OUTCOMES: dict[type[BaseException], str] = {
 
 
 class Tally:
-    """Every job begins once and ends once."""
+    """Counts every job once when it begins and once when it ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,15 +37,15 @@ class Tally:
         self._errors: Counter[str] = Counter()
         self._recent: deque[dict[str, float]] = deque(maxlen=_RECENT)
         self.last_error: str | None = None
-        """The engine's last fault, not the callers'."""
+        """The last failure of the engine; invalid images do not count."""
 
     def begun(self) -> None:
-        """A job was asked for."""
+        """Count a new job."""
         with self._lock:
             self._requests += 1
 
     def ended(self, job: Job, error: BaseException | None) -> None:
-        """A job has its outcome."""
+        """Count a job's outcome; `error` is None for a result."""
         outcome = "succeeded" if error is None else _OUTCOMES.get(type(error), "failed")
         with self._lock:
             self._ended[outcome] += 1
@@ -57,7 +57,7 @@ class Tally:
                     self.last_error = f"{type(error).__name__}: {error}"
 
     def snapshot(self) -> EncoderStats:
-        """Everything so far."""
+        """Return all counts so far."""
         with self._lock:
             requests, ended, recent = self._requests, Counter(self._ended), list(self._recent)
             errors = tuple(sorted(self._errors.items()))
@@ -87,6 +87,6 @@ def _percentiles(recent: list[dict[str, float]]) -> tuple[StageTimes, ...]:
 
 
 def nearest_rank(values: list[float], *percents: int) -> list[float]:
-    """The smallest values that at least `percents` of all values do not exceed (nearest-rank method)."""
+    """Return percentiles by the nearest-rank method: the smallest values that `percents` do not exceed."""
     ordered = sorted(values)
     return [ordered[max(0, -(-len(ordered) * percent // 100) - 1)] for percent in percents]

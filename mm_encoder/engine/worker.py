@@ -1,8 +1,9 @@
-"""What is known of one of the engine's threads: whether it lives, and what it is at."""
+"""The threads of an engine: which scheduler they belong to, and which job each one has."""
 
 from __future__ import annotations
 
 import _thread
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,47 +33,52 @@ def is_owned_by(owner: object) -> bool:
 
 
 def run_in_new_thread(work: Callable[[], object]) -> None:
-    """Do `work` in a thread of its own; from anywhere, also where garbage collection has interrupted a thread
-    that holds locks, of `threading` too. So a bare thread starts the one that does it.
+    """Do `work` in a new thread. May be called anywhere, even by a finalizer that interrupted a thread which
+    holds locks, of `threading` too: so a bare thread starts the real one.
     """
-    _thread.start_new_thread(_begin, (threading.Thread(target=work, name="mm-encoder-end", daemon=True),))
+    thread = threading.Thread(target=work, name="mm-encoder-end", daemon=True)
+    try:
+        _thread.start_new_thread(_begin, (thread,))
+    except RuntimeError:
+        if not sys.is_finalizing():  # the interpreter's exit ends everything anyway
+            raise
 
 
 def _begin(thread: threading.Thread) -> None:
-    with suppress(RuntimeError):  # the interpreter ends, and with it what was to be ended
+    with suppress(RuntimeError):  # as above
         thread.start()
 
 
 class Worker:
-    """A thread that takes one job after another from the scheduler, which notes here what it took."""
+    """A thread that takes one job after another from the scheduler, which records here the one it took."""
 
     def __init__(self, name: str, owner: object) -> None:
         self.name = name
         self.thread = owned_thread(owner, self.run, name)
         self.lost = False
-        """Whether it has met its end by a fault; its thread may still be about to go."""
+        """Whether it has failed for good; its thread may be about to end."""
         self._at: tuple[Job, float] | None = None
 
     def run(self) -> None:
-        """What the thread does."""
+        """Run in the thread."""
         raise NotImplementedError
 
     @property
     def alive(self) -> bool:
-        """Whether it can take jobs."""
+        """Whether the thread can take jobs."""
         return self.thread.is_alive() and not self.lost
 
     @property
     def job(self) -> Job | None:
-        """The job that it holds."""
+        """The job that the thread has."""
         return self._at[0] if self._at else None
 
     def take(self, job: Job | None) -> None:
-        """Note the job that it holds from now on."""
+        """Record the job that the thread has from now on."""
         self._at = None if job is None else (job, time.monotonic())
 
     def health(self, wedged_after: float) -> WorkerHealth:
-        """How it is doing."""
+        """Report on the thread; it is wedged if it has had its job for longer than `wedged_after`."""
         at = self._at
         busy = None if at is None else time.monotonic() - at[1]
         return WorkerHealth(self.name, self.alive, busy, wedged=busy is not None and busy > wedged_after)

@@ -22,7 +22,7 @@ from mm_encoder.cache.key import Keys, digest
 from mm_encoder.engine.job import Job
 from mm_encoder.families.registry import load_family
 from mm_encoder.families.weights import Checkpoint
-from mm_encoder.steps import identify, identity, keys
+from mm_encoder.pipeline import ImagePipeline
 
 from ..conftest import GOLDEN
 from ..helpers import case
@@ -87,12 +87,13 @@ def test_neither_process_nor_hash_seed_matters() -> None:
         "import sys, torch\n"
         "from mm_encoder.cache.key import Keys\n"
         "from mm_encoder.families.registry import load_family\n"
-        "from mm_encoder.steps import identity\n"
+        "from mm_encoder.config import MediaLimits\n"
+        "from mm_encoder.pipeline import ImagePipeline\n"
         "_, family = load_family(sys.argv[1], None)\n"
-        "print(Keys(identity(family, torch.device('cpu'), torch.float32)).key('x', None).hex())\n"
+        "pipeline = ImagePipeline(family, MediaLimits(), 'a model', torch.float32)\n"
+        "print(Keys(pipeline.identity(torch.device('cpu'))).key('x', None).hex())\n"
     )
-    _, family = load_family(CHECKPOINT, None)
-    here = Keys(identity(family, CPU, torch.float32)).key("x", None).hex()
+    here = Keys(identity_of(CHECKPOINT)).key("x", None).hex()
     for seed in ("0", "1", "4242"):
         run = subprocess.run(
             [sys.executable, "-c", program, str(CHECKPOINT)],
@@ -114,7 +115,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def identity_of(checkpoint: Path, dtype: torch.dtype = torch.float32) -> dict[str, str]:
     _, family = load_family(checkpoint, None)
-    return identity(family, CPU, dtype)
+    return ImagePipeline(family, MediaLimits(), "a model", dtype).identity(CPU)
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -199,7 +200,7 @@ def test_settings_and_dtype_count(checkpoint: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_the_host_may_change_is_asked_for_each_key(checkpoint: Path) -> None:
     _, family = load_family(checkpoint, None)
-    made = keys(family, CPU, torch.float32)
+    made = ImagePipeline(family, MediaLimits(), "a model", torch.float32).cache_keys(CPU)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)  # set once, it is not called "none" any more
     before = made.key("x", None)
@@ -217,7 +218,7 @@ def test_what_the_host_may_change_is_asked_for_each_key(checkpoint: Path) -> Non
 
 def content(image: Any, model: str = "m") -> str:
     _, family = load_family(CHECKPOINT, None)
-    return identify(family, MediaLimits(), model)(Job(image))
+    return ImagePipeline(family, MediaLimits(), model, torch.float32).content_hash(Job(image))
 
 
 def test_content_is_the_bytes_whatever_carries_them(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_a_writer_that_meets_a_bug_goes_on(
         cache.put(key(number), rows(number), metadata(rows(number)))
     until(lambda: key(8) in disk.entries)
     assert cache.stats().errors == 1
-    assert "a result was not kept" in caplog.text
+    assert "a result was not stored" in caplog.text
 
 
 def test_too_large_a_result_bypasses(opened: Callable[..., Cache], disk: Disk) -> None:

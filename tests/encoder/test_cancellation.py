@@ -255,7 +255,7 @@ def test_a_waiting_caller_gets_encoder_closed_when_the_block_is_left(
         until(lambda: encoder.health().queue_length == 1)
         leaving = started(lambda: encoder.__exit__(KeyboardInterrupt))
         joined([caller])
-        assert "the encoder was closed before it came to this image" in str(told[0])
+        assert "the encoder was closed before this image was encoded" in str(told[0])
     joined([leaving])
     assert running.result(timeout=0)
     nothing_left(encoder)

@@ -237,13 +237,13 @@ def test_a_preprocessing_thread_survives_an_interruption(
 def test_a_preprocessing_thread_interrupted_with_a_job_fails_that_job(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Preprocessor._prepare_one
+    work = Preprocessor._prepare
 
     def interrupted(self: Preprocessor, job: Any) -> Any:
-        monkeypatch.setattr(Preprocessor, "_prepare_one", work)
+        monkeypatch.setattr(Preprocessor, "_prepare", work)
         raise SystemExit
 
-    monkeypatch.setattr(Preprocessor, "_prepare_one", interrupted)
+    monkeypatch.setattr(Preprocessor, "_prepare", interrupted)
     with pytest.raises(ReplicaError, match="SystemExit"):
         encoder.generate(png())
     assert encoder.generate(png())

@@ -16,7 +16,7 @@ def test_no_thread_starts_after_the_group_is_sealed() -> None:
     group.start(threading.Thread(target=done.wait))
     group.seal()
     late = threading.Thread(target=done.wait)
-    with pytest.raises(EncoderClosedError, match="while it was being made"):
+    with pytest.raises(EncoderClosedError, match="while it was being constructed"):
         group.start(late)
     joiner = threading.Thread(target=done.wait)
     group.start_joiner(joiner)  # every other stop() of the group waits for it

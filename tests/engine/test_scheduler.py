@@ -144,7 +144,7 @@ def test_a_closed_scheduler_waits_for_accepted_jobs(stage: str) -> None:
         blocked(scheduler, accepted := job(90))
     else:
         accepted = job()
-        started(lambda: admit(scheduler, accepted, slow, None))
+        started(lambda: admit(scheduler, accepted, slow))
         until(lambda: accepted.state is JobState.OPENING)
     if stage == "preparing":
         gate.set()
@@ -309,7 +309,7 @@ def test_the_timeout_is_for_both_waits_together(monkeypatch: pytest.MonkeyPatch)
 
     run_one(scheduler)
     with pytest.raises(EncoderBusyError):
-        admit(scheduler, job(90), slow, 50)
+        admit(scheduler, job(90, timeout=50), slow)
 
 
 @pytest.mark.parametrize("far", [1e9, float("inf")])
@@ -396,7 +396,7 @@ def test_an_error_in_opening_releases_the_slot() -> None:
         raise MediaDecodeError("the image is empty")
 
     bad = job()
-    admit(scheduler, bad, broken, None)
+    admit(scheduler, bad, broken)
     assert isinstance(bad.future.exception(timeout=0), MediaDecodeError)
     assert held(scheduler) == (0, 0)
     assert bad.image is None
@@ -411,7 +411,7 @@ def test_a_job_that_is_late_after_opening_does_not_wait_for_bytes() -> None:
         opened(one)
         one.fail_if_pending(DeadlineExceededError())
 
-    caller = started(lambda: admit(scheduler, late, slow, None))
+    caller = started(lambda: admit(scheduler, late, slow))
     caller.join(HANG)
     assert not caller.is_alive()
     assert held(scheduler) == (1, 90)
@@ -430,7 +430,7 @@ def test_an_interrupted_caller_leaves_nothing_behind(at: str, monkeypatch: pytes
     if at != "opening":
         monkeypatch.setattr(Future, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        admit(scheduler, job(90), interrupted if at == "opening" else opened, None)
+        admit(scheduler, job(90), interrupted if at == "opening" else opened)
     assert held(scheduler) == (1, 90)
     assert scheduler.slots.waiting == scheduler.bytes.waiting == 0
     first.future.cancel()

@@ -35,7 +35,8 @@ def opened(one: Job) -> None:
 
 def enter(scheduler: Scheduler, one: Job, timeout: float | None = None) -> Job:
     """Admit a job in this thread."""
-    admit(scheduler, one, opened, timeout)
+    one.timeout = timeout
+    admit(scheduler, one, opened)
     return one
 
 
