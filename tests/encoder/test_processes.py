@@ -276,7 +276,7 @@ def refused(it):
         try:
             call()
         except mm_encoder.ForkedProcessError as error:
-            assert "forked" in str(error)
+            assert "before fork()" in str(error)
         else:
             os._exit(1)
     it.close()
@@ -434,8 +434,10 @@ def test_a_forked_child_can_make_and_use_another_encoder(glm53_checkpoint: Path)
                 never_closed.submit(IMAGE)
                 refused(it)
 
-            in_a_child(work)
-            opened.set()
+            try:
+                in_a_child(work)
+            finally:
+                opened.set()
             assert torch.equal(running.result().tensor, wanted)
     """
     assert outcome_of(_with_fork(program), glm53_checkpoint) == CLEAN
