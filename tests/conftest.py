@@ -67,3 +67,10 @@ def glm53_checkpoint() -> Path:
 def encoder(glm53_checkpoint: Path) -> Iterator[Encoder]:
     with Encoder(glm53_checkpoint, device="cpu") as encoder:
         yield encoder
+
+
+@pytest.fixture
+def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Variables of a developer's shell or a CI must not change the output of the command line.
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "GITHUB_ACTIONS", "COLUMNS", "PY_COLORS"):
+        monkeypatch.delenv(name, raising=False)

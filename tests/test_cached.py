@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import shutil
 import threading
 import time
 import weakref
@@ -41,6 +42,7 @@ from mm_encoder.coalescer import Coalescer, LookUp
 from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.source import Source
 
+from .cache.conftest import rewritten, tensors
 from .helpers import images
 from .helpers.waiting import HANG, nothing_left, until
 
@@ -214,10 +216,6 @@ def test_disk_hits_after_reopen(make: Make, work: Work, tmp_path: Path) -> None:
 
 
 def test_changed_weights_miss(make: Make, work: Work, tmp_path: Path, glm53_checkpoint: Path) -> None:
-    import shutil
-
-    from .cache.test_key import rewritten, tensors
-
     other = Path(shutil.copytree(glm53_checkpoint, tmp_path / "checkpoint"))
     make(**on_disk(tmp_path / "cache")).generate(png())
     make_closed = make(other, model="checkpoint", disk_path=tmp_path / "b", disk_bytes=64 * MIB)

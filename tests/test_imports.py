@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "mm_encoder"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "mm_encoder"
 
 # Each group may import from itself and from the groups before it.
 LAYERS = [
@@ -116,3 +117,34 @@ def test_importing_starts_no_thread_and_no_cuda() -> None:
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stderr) == (0, "")
+
+
+def imported_test_modules(source: str) -> list[str]:
+    """Return the test modules that a module imports, at any level of nesting."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module or ''}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    files = {path.stem for path in TESTS.rglob("test_*.py")}
+    return [name for name in names if files.intersection(name.split("."))]
+
+
+def test_no_test_module_imports_from_another() -> None:
+    """Shared parts belong to tests/helpers or a conftest.py."""
+    found = {path: imported_test_modules(path.read_text()) for path in TESTS.rglob("*.py")}
+    assert {path.relative_to(TESTS).as_posix(): names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from .test_imports import LAYERS",
+        "from . import test_imports",
+        "def late():\n    from ..engine.test_worker import owner",
+        "import tests.test_imports as other",
+    ],
+)
+def test_an_import_from_a_test_module_is_seen(line: str) -> None:
+    assert imported_test_modules(line) != []

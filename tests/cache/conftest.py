@@ -5,6 +5,7 @@ it got is right.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from mm_encoder.cache.directory import entry_path, scan
 from mm_encoder.cache.entry import Entry
@@ -118,3 +121,28 @@ def failing_with(code: int) -> Callable[..., Any]:
         raise OSError(code, os.strerror(code))
 
     return fail
+
+
+# --- checkpoints -------------------------------------------------------------------------------------
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as shard:
+            found |= {name: shard.get_tensor(name) for name in shard.keys()}
+    return found
+
+
+def rewritten(checkpoint: Path, values: dict[str, torch.Tensor], shards: int = 1) -> None:
+    """Replace a checkpoint's weights by `values`, spread over `shards` files."""
+    for path in checkpoint.glob("*.safetensors*"):
+        path.unlink()
+    names = list(values)
+    weight_map: dict[str, str] = {}
+    for index in range(shards):
+        file = f"part-{index}.safetensors"
+        part = {name: values[name].contiguous() for name in names[index::shards]}
+        save_file(part, checkpoint / file)
+        weight_map |= dict.fromkeys(part, file)
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -27,7 +27,8 @@ from mm_encoder.cache.foyer import FoyerTier
 from mm_encoder.contract import ImageMetadata
 from mm_encoder.errors import CacheError, CacheLockedError
 
-from ..helpers import outcome_of, until
+from ..helpers.programs import outcome_of
+from ..helpers.waiting import HANG, until
 
 needs_foyer = pytest.mark.skipif(
     find_spec("foyer") is None, reason="needs foyer-py, which needs Python 3.12 or newer"
@@ -877,7 +878,7 @@ def same(one, other):
 """
 
 
-def outcome(program: str, path: Path, limit: int = 20) -> tuple[int, str, str]:
+def outcome(program: str, path: Path, limit: int = HANG) -> tuple[int, str, str]:
     return outcome_of(f"{PROGRAM}{program}", path, limit=limit)
 
 
@@ -957,7 +958,7 @@ for _ in range(2 if "{busy}" == "get" else 1):
 until(lambda: len(results) >= 3)
 print("end")
 """
-    assert outcome(program, tmp_path / "cache", limit=10) == (0, "end\n", "")
+    assert outcome(program, tmp_path / "cache") == (0, "end\n", "")
     found = opened().get(key("a"))
     if busy != "put":  # which may have pushed it out
         assert found is not None
@@ -985,7 +986,7 @@ assert tier.put(key("a"), entry(1000, 0))
 tier.close()
 print("end")
 """
-    assert outcome(program, tmp_path, limit=10) == (0, "end\n", "")
+    assert outcome(program, tmp_path) == (0, "end\n", "")
 
 
 @needs_foyer
@@ -1047,4 +1048,4 @@ print("killed", killed > 0)
 """
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    assert outcome(program, tmp_path, limit=20 * rounds) == (0, "killed True\n", "")
+    assert outcome(program, tmp_path, limit=HANG + 20 * rounds) == (0, "killed True\n", "")

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from mm_encoder import ImageOptions, MediaLimits
 from mm_encoder.cache.key import Keys, digest
@@ -25,7 +23,8 @@ from mm_encoder.families.weights import Checkpoint
 from mm_encoder.pipeline import ImagePipeline
 
 from ..conftest import GOLDEN
-from ..helpers import case
+from ..helpers.abuse import case
+from .conftest import rewritten, tensors
 
 CHECKPOINT = GOLDEN / "glm53" / "checkpoint"
 CPU = torch.device("cpu")
@@ -116,28 +115,6 @@ def checkpoint(tmp_path: Path) -> Path:
 def identity_of(checkpoint: Path, dtype: torch.dtype = torch.float32) -> dict[str, str]:
     _, family = load_family(checkpoint, None)
     return ImagePipeline(family, MediaLimits(), "a model", dtype).identity(CPU)
-
-
-def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(path, "pt") as shard:
-            found |= {name: shard.get_tensor(name) for name in shard.keys()}
-    return found
-
-
-def rewritten(checkpoint: Path, values: dict[str, torch.Tensor], shards: int = 1) -> None:
-    """Write the weights anew, in so many files."""
-    for path in checkpoint.glob("*.safetensors*"):
-        path.unlink()
-    names = list(values)
-    weight_map: dict[str, str] = {}
-    for index in range(shards):
-        file = f"part-{index}.safetensors"
-        part = {name: values[name].contiguous() for name in names[index::shards]}
-        save_file(part, checkpoint / file)
-        weight_map |= dict.fromkeys(part, file)
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def edited(path: Path, change: Any) -> None:
