@@ -56,7 +56,7 @@ def kinds(seed: int, folder: Path) -> list[Any]:
     ]
 
 
-def spoilt(image: Any, chance: random.Random) -> bytes:
+def damaged(image: Any, chance: random.Random) -> bytes:
     """Damage an image as a bad connection does: truncated, zeros at its start, empty, or an error page."""
     data = image if isinstance(image, bytes) else saved(noise(40, 40), "PNG")
     return chance.choice([data[: len(data) // 2], bytes(20) + data[20:], b"", b"<html>503</html>"])
@@ -65,7 +65,7 @@ def spoilt(image: Any, chance: random.Random) -> bytes:
 def sequential(checkpoint: Path, folder: Path, chance: random.Random) -> list[Item]:
     """Return distinct items, a tenth of them bad, each encoded alone."""
     items = [Item(image) for seed in range(9) for image in kinds(seed, folder)]
-    items += [Item(spoilt(item.image, chance)) for item in items[:: len(items) // 10]]
+    items += [Item(damaged(item.image, chance)) for item in items[:: len(items) // 10]]
     with Encoder(checkpoint, device="cpu") as encoder:
         for item in items:
             try:

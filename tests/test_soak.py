@@ -77,8 +77,8 @@ def slope(checkpoint: Path, files: list[Path], count: int, leak: int = 0, cache:
         text=True,
         timeout=2 * HANG,
         check=False,
-        # Torch's threads wait for each other in busy loops, which is slow beside other busy processes. An
-        # arena for every few threads fills up at its own pace, which a short run takes for growth.
+        # Torch's threads wait for each other in busy loops, which is slow beside other busy processes. Each
+        # malloc arena fills up slowly, which looks like growth in a short run.
         env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
     )
     assert (run.returncode, run.stderr) == (0, "")

@@ -595,7 +595,7 @@ def test_several_loops_share_an_encoder(glm53_checkpoint: Path) -> None:
     images = mixed(12)
     with cpu_encoder(glm53_checkpoint, replicas_per_gpu=2, queue_depth=3) as encoder:
         wanted = encoder.generate(images)
-        told: list[list[ImageResult]] = []
+        received: list[list[ImageResult]] = []
 
         async def main() -> None:
             calls = [encoder.generate_async(images[start::3]) for start in range(3)]
@@ -603,15 +603,15 @@ def test_several_loops_share_an_encoder(glm53_checkpoint: Path) -> None:
             results: list[Any] = [None] * len(images)
             for start in range(3):
                 results[start::3] = parts[start]
-            told.append(results)
+            received.append(results)
 
         callers = [threading.Thread(target=lambda: asyncio.run(main())) for _ in range(4)]
         for caller in callers:
             caller.start()
         for caller in callers:
             caller.join(HANG)
-        assert len(told) == 4
-        assert all(same(results, wanted) for results in told)
+        assert len(received) == 4
+        assert all(same(results, wanted) for results in received)
         nothing_left(encoder)
 
 
@@ -842,13 +842,13 @@ def test_close_async_refuses_waiting_callers_and_does_not_block_the_loop(
         await asyncio.to_thread(towers.wait)
         queued = asyncio.create_task(encoder.generate_async(GOOD))
         await asyncio.sleep(0)
-        told: list[BaseException] = []
+        received: list[BaseException] = []
 
         def blocked() -> None:
             try:
                 encoder.submit(GOOD)
             except EncoderClosedError as error:
-                told.append(error)
+                received.append(error)
 
         callers = [threading.Thread(target=blocked) for _ in range(3)]
         for caller in callers:
@@ -862,7 +862,7 @@ def test_close_async_refuses_waiting_callers_and_does_not_block_the_loop(
                     await task
             for caller in callers:
                 await asyncio.to_thread(caller.join)
-            assert len(told) == 3
+            assert len(received) == 3
             start = count[0]
             await until_async(lambda: count[0] > start + 20)
             assert not any(task.done() for task in closing)  # a tower is still running

@@ -190,8 +190,8 @@ def test_leaving_by_an_exception_cancels_an_image_that_is_being_opened(
     image = png()
     encoder = Encoder(glm53_checkpoint, device="cpu")
     with Hold(monkeypatch, Glm53, "open") as opening:
-        told: list[Future[ImageResult]] = []
-        caller = started(lambda: told.append(encoder.submit(image)))
+        received: list[Future[ImageResult]] = []
+        caller = started(lambda: received.append(encoder.submit(image)))
         opening.wait()
 
         def interrupted() -> None:
@@ -203,7 +203,7 @@ def test_leaving_by_an_exception_cancels_an_image_that_is_being_opened(
         assert encoder.health().state == "closed"  # it did not wait for the opening
         assert in_flight(encoder) == (0, 0, 0, 0)
     joined([caller])
-    assert told[0].cancelled()
+    assert received[0].cancelled()
     nothing_left(encoder)
     assert encoder.stats().cancelled == 1
 
@@ -241,7 +241,7 @@ def test_a_waiting_caller_gets_encoder_closed_when_the_block_is_left(
     with hold_towers(monkeypatch) as towers:
         running = encoder.submit(png())
         towers.wait()
-        told: list[EncoderClosedError] = []
+        received: list[EncoderClosedError] = []
 
         def waits() -> None:
             try:
@@ -249,13 +249,13 @@ def test_a_waiting_caller_gets_encoder_closed_when_the_block_is_left(
                 if call.endswith("_async"):
                     asyncio.run(result)
             except EncoderClosedError as error:
-                told.append(error)
+                received.append(error)
 
         caller = started(waits)
         until(lambda: encoder.health().queue_length == 1)
         leaving = started(lambda: encoder.__exit__(KeyboardInterrupt))
         joined([caller])
-        assert "the encoder was closed before this image was encoded" in str(told[0])
+        assert "the encoder was closed before this image was encoded" in str(received[0])
     joined([leaving])
     assert running.result(timeout=0)
     nothing_left(encoder)
@@ -353,14 +353,14 @@ def test_exactly_one_of_cancel_deadline_and_result_wins(glm53_checkpoint: Path) 
         wanted = encoder.generate(png())[0]
         chance = random.Random(5)
         futures: list[Future[ImageResult]] = []
-        told: list[bool] = []
+        received: list[bool] = []
         outcomes: list[Future[ImageResult]] = []
         for _ in range(200):
             future = encoder.submit(png(), deadline=time.monotonic() + chance.random() * 0.01)
             future.add_done_callback(outcomes.append)
             futures.append(future)
             if chance.random() < 0.5:
-                told.append(chance.choice(futures[-4:]).cancel())
+                received.append(chance.choice(futures[-4:]).cancel())
         assert wait(futures, timeout=HANG).not_done == set()
         nothing_left(encoder)
         late = succeeded = 0
@@ -377,7 +377,7 @@ def test_exactly_one_of_cancel_deadline_and_result_wins(glm53_checkpoint: Path) 
         cancelled = sum(future.cancelled() for future in futures)
         assert (stats.cancelled, stats.late, stats.succeeded) == (cancelled, late, succeeded + 1)
         assert cancelled + late + succeeded == 200
-        assert sum(told) >= cancelled
+        assert sum(received) >= cancelled
 
 
 @threads

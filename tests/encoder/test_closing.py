@@ -97,12 +97,12 @@ def test_leaving_the_block_by_an_exception_cancels_waiting_jobs(glm53_checkpoint
 
 def test_generate_in_another_thread_gets_encoder_closed(glm53_checkpoint: Path, towers: Hold) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=9)
-    told = threading.Semaphore(0)
+    raised = threading.Semaphore(0)
 
     def elsewhere() -> None:
         with pytest.raises(EncoderClosedError, match="closed before this image was encoded"):
             encoder.generate([png(20, 20)] * 4)
-        told.release()
+        raised.release()
 
     caller = threading.Thread(target=elsewhere)
     caller.start()
@@ -111,7 +111,7 @@ def test_generate_in_another_thread_gets_encoder_closed(glm53_checkpoint: Path, 
         caller.join(0.01)
 
     leave_by_an_exception(encoder, towers)
-    assert told.acquire(timeout=HANG)
+    assert raised.acquire(timeout=HANG)
 
 
 def test_leaving_the_block_by_an_exception_refuses_waiting_callers(
@@ -199,13 +199,13 @@ def test_closing_a_full_queue_refuses_waiting_callers_and_finishes_accepted_jobs
         accepted = [encoder.submit(png())]
         towers.wait()
         accepted += [encoder.submit(png()) for _ in range(2)]
-        told: list[EncoderClosedError] = []
+        received: list[EncoderClosedError] = []
 
         def call(name: str) -> None:
             try:
                 getattr(encoder, name)(png())
             except EncoderClosedError as error:
-                told.append(error)
+                received.append(error)
 
         callers = [
             threading.Thread(target=call, args=(name,)) for name in ("submit", "generate", "encode_image") * 2
@@ -219,7 +219,7 @@ def test_closing_a_full_queue_refuses_waiting_callers_and_finishes_accepted_jobs
         for caller in callers:  # at once, without waiting for the tower
             caller.join(HANG)
             assert not caller.is_alive()
-        assert len(set(map(id, told))) == 6
+        assert len(set(map(id, received))) == 6
         assert all(closer.is_alive() for closer in closers)
         assert encoder.health().state == "draining"
     for closer in closers:

@@ -107,13 +107,13 @@ def test_losing_the_last_replica_fails_every_call_at_once(
     encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=3)
     running, *waiting = submitted(encoder, 4)
     towers.wait()
-    in_line: list[BaseException] = []
+    refused: list[BaseException] = []
 
     def late(call: Callable[[], object]) -> None:
         try:
             call()
         except ReplicaError as error:
-            in_line.append(error)
+            refused.append(error)
 
     calls: list[Callable[[], object]] = [
         lambda: encoder.submit(png()),
@@ -129,13 +129,13 @@ def test_losing_the_last_replica_fails_every_call_at_once(
     towers.release()
     for caller in callers:
         caller.join(HANG)
-    told = [
+    received = [
         running.exception(timeout=HANG),
         *(future.exception(timeout=HANG) for future in waiting),
-        *in_line,
+        *refused,
     ]
-    assert len(told) == 7
-    for error in told:
+    assert len(received) == 7
+    for error in received:
         assert isinstance(error, ReplicaError)
         assert "is lost: RuntimeError: CUDA error: device-side assert" in str(error)
     health = encoder.health()

@@ -28,11 +28,11 @@ CLEAN = (0, "", "")
 AT_EXIT = {
     "a full queue and callers that wait": """
         be_slow()
-        told = []
+        refused = []
 
         @atexit.register  # registered before the encoder, so it runs after the encoder has stopped
         def last():
-            until(lambda: len(told) == 8)
+            until(lambda: len(refused) == 8)
 
         encoder = encoder(queue_depth=2)
 
@@ -41,7 +41,7 @@ AT_EXIT = {
                 for _ in range(50):
                     function(IMAGE)
             except mm_encoder.EncoderClosedError:
-                told.append(function)
+                refused.append(function)
 
         for function in (encoder.generate, encoder.submit, encoder.encode_image, encoder.generate) * 2:
             threading.Thread(target=call, args=(function,), daemon=True).start()

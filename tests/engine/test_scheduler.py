@@ -468,8 +468,8 @@ def test_losing_the_last_replica_fails_every_job() -> None:
         caller.join(HANG)
     with pytest.raises(ReplicaError) as raised:
         scheduler.require_open()
-    told = [running.future.exception(timeout=0), *(one.future.exception(timeout=0) for one in accepted)]
-    for error in (*told, *refused, raised.value):
+    received = [running.future.exception(timeout=0), *(one.future.exception(timeout=0) for one in accepted)]
+    for error in (*received, *refused, raised.value):
         assert isinstance(error, ReplicaError)
         assert error.__cause__ is cause
         assert "is lost: ValueError: the device is gone" in str(error)
