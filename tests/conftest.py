@@ -1,5 +1,5 @@
-"""Fixtures that tests of several parts use, what keeps GPU tests from being skipped unseen, and the options
-of `make stress`.
+"""Fixtures for tests of several parts, the markers with their `FAIL_WITHOUT_*` variables, and the options of
+`make stress`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--repeat", type=int, default=1, help="run every test marked `threads` so often")
+    parser.addoption("--repeat", type=int, default=1, help="run every test marked `threads` this many times")
     parser.addoption(
         "--switch-interval", type=float, help="seconds a thread keeps the GIL (0.005 by default)"
     )
@@ -42,13 +42,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Where a thing is promised, a test that needs it must not pass by being skipped.
+    # On a machine that is meant to have it, a test that needs it must not pass by being skipped.
     for name, there, what in (
         ("CUDA", torch.cuda.is_available, "a CUDA device"),
         (
             "NATIVE",
             lambda: kernels is not None,
-            "the native kernels, and they a C++ compiler",
+            "the native kernels (built with a C++ compiler)",
         ),
     ):
         if item.get_closest_marker(f"needs_{name.lower()}") is not None and not there():
@@ -67,3 +67,10 @@ def glm53_checkpoint() -> Path:
 def encoder(glm53_checkpoint: Path) -> Iterator[Encoder]:
     with Encoder(glm53_checkpoint, device="cpu") as encoder:
         yield encoder
+
+
+@pytest.fixture
+def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Variables of a developer's shell or a CI must not change the output of the command line.
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "GITHUB_ACTIONS", "COLUMNS", "PY_COLORS"):
+        monkeypatch.delenv(name, raising=False)

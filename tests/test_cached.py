@@ -1,10 +1,11 @@
-"""An encoder with a cache: hits, flights, what is kept and what is not."""
+"""An encoder with a cache: hits, request coalescing, what is stored and what is not."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import io
+import shutil
 import threading
 import time
 import weakref
@@ -41,7 +42,9 @@ from mm_encoder.coalescer import Coalescer, LookUp
 from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.source import Source
 
-from .helpers import until
+from .cache.conftest import rewritten, tensors
+from .helpers import images
+from .helpers.waiting import HANG, nothing_left, until
 
 pytestmark = pytest.mark.threads
 
@@ -50,14 +53,11 @@ Make = Callable[..., Encoder]
 
 
 def png(seed: int = 0, width: int = 30, height: int = 30) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return images.png(width, height, seed)
 
 
 class Work:
-    """Counts decodes and tower runs, and holds the tower until opened."""
+    """Counts decodes and tower runs; after `hold`, blocks tower runs until `opened` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded = self.run = 0
@@ -73,7 +73,7 @@ class Work:
         def counted_forward(*arguments: Any) -> torch.Tensor:
             self.run += 1
             self.arrived.release()
-            assert self.opened.wait(30)
+            assert self.opened.wait(HANG)
             if self.failing:
                 raise self.failing.pop()
             return forward(*arguments)
@@ -85,7 +85,7 @@ class Work:
         self.opened.clear()
 
     def wait(self) -> None:
-        assert self.arrived.acquire(timeout=30)
+        assert self.arrived.acquire(timeout=HANG)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
 
 @pytest.fixture
 def make(glm53_checkpoint: Path) -> Iterator[Make]:
-    """Makes encoders with a cache; arguments of Encoder and of CacheConfig together."""
+    """Return a function that makes an encoder with a cache, from arguments of Encoder and CacheConfig."""
     made: list[Encoder] = []
 
     def encoder(checkpoint: Path = glm53_checkpoint, **arguments: Any) -> Encoder:
@@ -116,20 +116,10 @@ def on_disk(path: Path) -> dict[str, Any]:
     return {"disk_path": path, "disk_bytes": 64 * MIB}
 
 
-def nothing_left(encoder: Encoder) -> None:
-    """No image under way, no room in use, no flight."""
-    until(lambda: encoder.stats().in_flight == 0)
-    until(lambda: all(worker.busy_s is None for worker in encoder.health().preprocessing))
-    health = encoder.health()
-    assert (health.queue_length, health.queue_bytes, health.waiting) == (0, 0, 0)
-    assert isinstance(encoder._coalescer, Coalescer)
-    assert len(encoder._coalescer._flights) == 0
-
-
 # --- hits --------------------------------------------------------------------------------------------
 
 
-def test_a_picture_is_encoded_once(make: Make, work: Work, encoder: Encoder) -> None:
+def test_an_image_is_encoded_once(make: Make, work: Work, encoder: Encoder) -> None:
     plain = encoder.generate(png())[0]
     work.run = 0
     cached = make()
@@ -147,17 +137,19 @@ def test_a_picture_is_encoded_once(make: Make, work: Work, encoder: Encoder) -> 
     assert encoder.cache_stats() == CacheStats()
 
 
-def test_every_way_of_asking_hits(make: Make, work: Work) -> None:
+def test_every_method_serves_hits(make: Make, work: Work) -> None:
     encoder = make()
     first = encoder.generate(png())[0].tensor
-    assert encoder.submit(png()).result(timeout=30).tensor is first
+    assert encoder.submit(png()).result(timeout=HANG).tensor is first
     assert encoder.encode_image(png())["embeddings"] is first
     assert asyncio.run(encoder.generate_async([png()]))[0].tensor is first
     assert asyncio.run(encoder.encode_image_async(png()))["embeddings"] is first
     assert work.run == 1
 
 
-def test_every_kind_of_source_is_known_by_its_content(make: Make, work: Work, tmp_path: Path) -> None:
+def test_cache_keys_follow_the_content_of_every_kind_of_source(
+    make: Make, work: Work, tmp_path: Path
+) -> None:
     encoder, data = make(), png()
     path = tmp_path / "x"
     path.write_bytes(data)
@@ -172,7 +164,7 @@ def test_every_kind_of_source_is_known_by_its_content(make: Make, work: Work, tm
     assert work.run == 4
 
 
-def test_options_dtype_and_limits_are_not_mixed_up(make: Make, work: Work, tmp_path: Path) -> None:
+def test_options_dtype_and_limits_have_separate_entries(make: Make, work: Work, tmp_path: Path) -> None:
     encoder = make(**on_disk(tmp_path / "cache"))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -192,7 +184,7 @@ def test_options_dtype_and_limits_are_not_mixed_up(make: Make, work: Work, tmp_p
         small.generate(buffer.getvalue())
 
 
-def test_expected_tokens_are_held_to_hits_and_followers_too(make: Make, work: Work) -> None:
+def test_expected_tokens_are_checked_for_hits_and_followers(make: Make, work: Work) -> None:
     encoder = make()
     rows = encoder.generate(png())[0].metadata.length
     assert encoder.generate(png(), expected_tokens=[rows])
@@ -203,12 +195,12 @@ def test_expected_tokens_are_held_to_hits_and_followers_too(make: Make, work: Wo
     work.wait()
     right, wrong = encoder.submit(png(1), expected_tokens=rows), encoder.submit(png(1), expected_tokens=99)
     work.opened.set()
-    assert right.result(timeout=30).tensor is leader.result(timeout=30).tensor
-    assert isinstance(wrong.exception(timeout=30), PlanMismatchError)
+    assert right.result(timeout=HANG).tensor is leader.result(timeout=HANG).tensor
+    assert isinstance(wrong.exception(timeout=HANG), PlanMismatchError)
     assert work.run == 2
 
 
-def test_results_survive_the_process_in_spirit(make: Make, work: Work, tmp_path: Path) -> None:
+def test_disk_hits_after_reopen(make: Make, work: Work, tmp_path: Path) -> None:
     first = make(**on_disk(tmp_path / "cache"))
     rows = [first.generate(png(seed))[0].tensor for seed in range(5)]
     first.close()
@@ -223,13 +215,7 @@ def test_results_survive_the_process_in_spirit(make: Make, work: Work, tmp_path:
     assert (stats.disk_hits, stats.memory_hits, stats.misses) == (5, 1, 0)
 
 
-def test_other_weights_are_another_identity(
-    make: Make, work: Work, tmp_path: Path, glm53_checkpoint: Path
-) -> None:
-    import shutil
-
-    from .cache.conftest import rewritten, tensors
-
+def test_changed_weights_miss(make: Make, work: Work, tmp_path: Path, glm53_checkpoint: Path) -> None:
     other = Path(shutil.copytree(glm53_checkpoint, tmp_path / "checkpoint"))
     make(**on_disk(tmp_path / "cache")).generate(png())
     make_closed = make(other, model="checkpoint", disk_path=tmp_path / "b", disk_bytes=64 * MIB)
@@ -244,7 +230,7 @@ def test_other_weights_are_another_identity(
     assert work.run == 2
 
 
-def test_a_bumped_epoch_serves_nothing_older(make: Make, work: Work, tmp_path: Path) -> None:
+def test_no_hits_from_before_bump_weights(make: Make, work: Work, tmp_path: Path) -> None:
     encoder = make(**on_disk(tmp_path / "cache"))
     encoder.generate(png())
     work.hold()
@@ -253,16 +239,16 @@ def test_a_bumped_epoch_serves_nothing_older(make: Make, work: Work, tmp_path: P
     work.wait()
     encoder.bump_weights()
     work.opened.set()
-    assert under_way.result(timeout=30)
+    assert under_way.result(timeout=HANG)
     assert [r.metadata.cache for r in encoder.generate([png(), png(1)])] == ["miss", "miss"]
     assert [r.metadata.cache for r in encoder.generate([png(), png(1)])] == ["memory", "memory"]
     encoder.close()
     again = make(**on_disk(tmp_path / "cache"))
-    # The first epoch's is there, as the checkpoint is the same; what was under way was not kept for it.
+    # The entry of the first epoch is found: the checkpoint is the same. The image in flight was not stored.
     assert [r.metadata.cache for r in again.generate([png(), png(1)])] == ["disk", "miss"]
 
 
-# --- flights -----------------------------------------------------------------------------------------
+# --- coalescing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["submit", "generate", "tasks"])
@@ -272,7 +258,7 @@ def test_64_callers_of_one_image_make_one_decode_and_one_run(make: Make, work: W
     results: list[ImageResult] = []
 
     def ask() -> None:
-        results.append(encoder.submit(png()).result(timeout=60))
+        results.append(encoder.submit(png()).result(timeout=HANG))
 
     def generate() -> None:
         results.extend(encoder.generate(png()))
@@ -289,7 +275,7 @@ def test_64_callers_of_one_image_make_one_decode_and_one_run(make: Make, work: W
     threads[-1].join(0.1)
     work.opened.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG)
     assert len(results) == 64
     assert (work.decoded, work.run) == (1, 1)
     assert len({result.tensor.data_ptr() for result in results}) == 1
@@ -299,7 +285,7 @@ def test_64_callers_of_one_image_make_one_decode_and_one_run(make: Make, work: W
     nothing_left(encoder)
 
 
-def test_when_the_first_cancels_the_others_get_their_rows(make: Make, work: Work) -> None:
+def test_followers_get_their_rows_when_the_leader_is_cancelled(make: Make, work: Work) -> None:
     encoder = make(queue_depth=8)
     work.hold()
     blocker = encoder.submit(png(9))
@@ -310,13 +296,13 @@ def test_when_the_first_cancels_the_others_get_their_rows(make: Make, work: Work
     assert leader.cancel()
     assert followers[0].cancel()
     work.opened.set()
-    assert followers[1].result(timeout=30).tensor is followers[2].result(timeout=30).tensor
-    assert blocker.result(timeout=30)
+    assert followers[1].result(timeout=HANG).tensor is followers[2].result(timeout=HANG).tensor
+    assert blocker.result(timeout=HANG)
     assert work.run == 2
     nothing_left(encoder)
 
 
-def test_when_all_have_cancelled_the_work_is_not_done(make: Make, work: Work) -> None:
+def test_a_queued_image_is_not_encoded_when_all_its_waiters_cancel(make: Make, work: Work) -> None:
     encoder = make(queue_depth=8)
     work.hold()
     blocker = encoder.submit(png(9))
@@ -324,16 +310,16 @@ def test_when_all_have_cancelled_the_work_is_not_done(make: Make, work: Work) ->
     asks = [encoder.submit(png()) for _ in range(4)]
     until(lambda: encoder.cache_stats().misses == 2)
     assert all(ask.cancel() for ask in asks)
-    until(lambda: encoder.health().queue_length == 0)  # a thread may have had it in preparation
+    until(lambda: encoder.health().queue_length == 0)  # a thread may have been preparing it
     work.opened.set()
-    assert blocker.result(timeout=30)
+    assert blocker.result(timeout=HANG)
     encoder.generate(png(9))
     assert work.run == 1
     assert encoder.generate(png())[0].metadata.cache == "miss"
     nothing_left(encoder)
 
 
-def test_who_waits_for_running_work_cannot_cancel_it(make: Make, work: Work) -> None:
+def test_neither_leader_nor_follower_cancels_a_running_job(make: Make, work: Work) -> None:
     encoder = make()
     work.hold()
     leader = encoder.submit(png())
@@ -343,10 +329,12 @@ def test_who_waits_for_running_work_cannot_cancel_it(make: Make, work: Work) -> 
     assert not follower.cancel()
     threading.Event().wait(0.1)
     work.opened.set()
-    assert leader.result(timeout=30).tensor is follower.result(timeout=30).tensor
+    assert leader.result(timeout=HANG).tensor is follower.result(timeout=HANG).tensor
 
 
-def test_a_fault_reaches_everyone_and_is_not_kept(make: Make, work: Work, tmp_path: Path) -> None:
+def test_an_error_reaches_leader_and_followers_and_is_not_cached(
+    make: Make, work: Work, tmp_path: Path
+) -> None:
     encoder = make(**on_disk(tmp_path / "cache"))
     work.hold()
     asks = [encoder.submit(png())]
@@ -354,19 +342,19 @@ def test_a_fault_reaches_everyone_and_is_not_kept(make: Make, work: Work, tmp_pa
     asks += [encoder.submit(png()) for _ in range(5)]
     work.failing.append(ValueError("odd"))
     work.opened.set()
-    errors = [ask.exception(timeout=30) for ask in asks]
+    errors = [ask.exception(timeout=HANG) for ask in asks]
     assert all(isinstance(error, ReplicaError) for error in errors)
     assert len(set(map(id, errors))) == 6
     assert encoder.generate(png())[0].metadata.cache == "miss"
     nothing_left(encoder)
 
 
-def test_bad_media_fails_each_time_and_is_not_kept(make: Make, work: Work) -> None:
+def test_bad_media_fails_each_time_and_is_not_cached(make: Make, work: Work) -> None:
     encoder, cut = make(), png()[:-20]
     for _ in range(2):
         with pytest.raises(MediaDecodeError, match=r"^images\[1\]: "):
             encoder.generate([png(), cut])
-        assert isinstance(encoder.submit(b"nothing").exception(timeout=30), MediaDecodeError)
+        assert isinstance(encoder.submit(b"nothing").exception(timeout=HANG), MediaDecodeError)
         with pytest.raises(MediaError):
             asyncio.run(encoder.generate_async(cut))
     assert encoder.cache_stats().memory_entries == 1
@@ -374,7 +362,7 @@ def test_bad_media_fails_each_time_and_is_not_kept(make: Make, work: Work) -> No
     nothing_left(encoder)
 
 
-def test_a_deadline_is_each_callers_own(make: Make, work: Work) -> None:
+def test_deadlines_are_per_caller(make: Make, work: Work) -> None:
     encoder = make(queue_depth=8)
     work.hold()
     blocker = encoder.submit(png(9))
@@ -382,11 +370,11 @@ def test_a_deadline_is_each_callers_own(make: Make, work: Work) -> None:
     late = encoder.submit(png(), deadline=time.monotonic() + 0.1)
     until(lambda: encoder.cache_stats().misses == 2)
     patient = encoder.submit(png())
-    assert isinstance(late.exception(timeout=30), DeadlineExceededError)
+    assert isinstance(late.exception(timeout=HANG), DeadlineExceededError)
     assert not patient.done()
     work.opened.set()
-    assert patient.result(timeout=30)
-    assert blocker.result(timeout=30)
+    assert patient.result(timeout=HANG)
+    assert blocker.result(timeout=HANG)
     assert isinstance(encoder.submit(png(), deadline=1e-9).exception(timeout=0), DeadlineExceededError)
     nothing_left(encoder)
 
@@ -397,14 +385,14 @@ def test_a_late_image_is_counted_as_late(make: Make, work: Work) -> None:
     blocker = encoder.submit(png(9))
     work.wait()
     late = encoder.submit(png(), deadline=time.monotonic() + 0.1)
-    assert isinstance(late.exception(timeout=30), DeadlineExceededError)
+    assert isinstance(late.exception(timeout=HANG), DeadlineExceededError)
     until(lambda: encoder.stats().late == 1)
     assert encoder.stats().cancelled == 0
     work.opened.set()
-    assert blocker.result(timeout=30)
+    assert blocker.result(timeout=HANG)
 
 
-def test_generate_ends_when_nothing_of_it_is_prepared_any_more(
+def test_a_failed_generate_returns_after_its_preparation_has_stopped(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = make(queue_depth=8, preprocess_workers=2)
@@ -413,7 +401,7 @@ def test_generate_ends_when_nothing_of_it_is_prepared_any_more(
 
     def slow(*arguments: Any) -> Any:
         inside.set()
-        assert opened.wait(30)
+        assert opened.wait(HANG)
         return patches(*arguments)
 
     monkeypatch.setattr(Glm53, "patches", slow)
@@ -430,16 +418,16 @@ def test_generate_ends_when_nothing_of_it_is_prepared_any_more(
 
         caller = threading.Thread(target=ask)
         caller.start()
-        assert inside.wait(30)
+        assert inside.wait(HANG)
         assert not ended.wait(0.1)
         opened.set()
-        caller.join(30)
+        caller.join(HANG)
         assert ended.is_set()
         nothing_left(encoder)
 
 
 @pytest.mark.parametrize("where", ["keep", "share", "give"])
-def test_a_bug_while_results_are_handed_out_leaves_nobody_waiting(
+def test_an_internal_error_on_delivery_leaves_no_waiter(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoder = make(queue_depth=8, preprocess_workers=1)
@@ -447,7 +435,7 @@ def test_a_bug_while_results_are_handed_out_leaves_nobody_waiting(
     assert isinstance(coalescer, Coalescer)
 
     def broken(*_: Any) -> Any:
-        raise MemoryError("no room")
+        raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
         if where == "keep":
@@ -457,27 +445,27 @@ def test_a_bug_while_results_are_handed_out_leaves_nobody_waiting(
         else:
             patch.setattr(coalescer, "_result", broken)
             work.hold()
-            # Two of one image with another between them: the last finds the first's result at take-off.
+            # Two of one image with another between them: the last finds the first's result before decoding.
             asks = [encoder.submit(png(seed)) for seed in (1, 0)]
             work.wait()
             asks.append(encoder.submit(png(1)))
             work.opened.set()
         if where != "give":
             asks = [encoder.submit(png()) for _ in range(3)]
-        outcomes = [ask.exception(timeout=30) for ask in asks]
+        outcomes = [ask.exception(timeout=HANG) for ask in asks]
     assert where != "keep" or outcomes == [None] * 3
     assert where != "share" or isinstance(outcomes[0], ReplicaError)
-    assert encoder.submit(png()).result(timeout=30)
+    assert encoder.submit(png()).result(timeout=HANG)
     nothing_left(encoder)
     assert where != "keep" or (
         encoder.cache_stats().errors == 1 and "a result could not be cached" in caplog.text
     )
 
 
-def test_callbacks_of_what_was_found_late_hold_no_cpu(
+def test_callbacks_of_a_hit_found_before_decoding_run_without_the_cpu_permit(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a callback that waits for another encoder could wait for the CPU that it holds itself."""
+    """A callback that waits for another encoder would deadlock on the permit that its thread holds."""
     permits = threading.BoundedSemaphore(1)
     monkeypatch.setattr("mm_encoder.engine.preprocess._CPUS", permits)
     encoder, other = make(queue_depth=8, preprocess_workers=1), make(preprocess_workers=1)
@@ -488,20 +476,20 @@ def test_callbacks_of_what_was_found_late_hold_no_cpu(
     until(lambda: encoder.cache_stats().misses == 2)
     assert isinstance(encoder._coalescer, Coalescer)
     find = encoder._coalescer.find
-    # As if both had been looked up before either was known.
+    # As if both had been looked up before either was in flight.
     monkeypatch.setattr(encoder._coalescer, "find", lambda *_: LookUp.MISS)
     second = encoder.submit(png())
     monkeypatch.setattr(encoder._coalescer, "find", find)
     answers: list[ImageResult] = []
     second.add_done_callback(lambda _: answers.extend(other.generate(png(3))))
     work.opened.set()
-    assert second.result(timeout=30)
+    assert second.result(timeout=HANG)
     until(lambda: len(answers) == 1)
-    assert first.result(timeout=30)
-    assert blocker.result(timeout=30)
+    assert first.result(timeout=HANG)
+    assert blocker.result(timeout=HANG)
 
 
-def test_an_image_that_is_given_up_while_it_is_hashed_leaves_no_flight(
+def test_an_image_cancelled_while_hashed_leaves_no_flight(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = make(queue_depth=8, preprocess_workers=1)
@@ -512,12 +500,12 @@ def test_an_image_that_is_given_up_while_it_is_hashed_leaves_no_flight(
     def slow(source: Source, model: str) -> str:
         if threading.current_thread().name.startswith("mm-encoder-prep"):
             hashed.release()
-            assert opened.wait(30)
+            assert opened.wait(HANG)
         return mm_hash(source, model)
 
     monkeypatch.setattr(Source, "mm_hash", slow)
     ask = encoder.submit(array)
-    assert hashed.acquire(timeout=30)
+    assert hashed.acquire(timeout=HANG)
     assert ask.cancel()
     opened.set()
     until(lambda: encoder.health().preprocessing[0].busy_s is None)
@@ -525,10 +513,10 @@ def test_an_image_that_is_given_up_while_it_is_hashed_leaves_no_flight(
     assert (work.decoded, encoder.cache_stats().misses) == (0, 0)
 
 
-def test_a_kept_fault_of_generate_async_keeps_no_results(make: Make, work: Work) -> None:
+def test_a_stored_error_of_generate_async_keeps_no_results_alive(make: Make, work: Work) -> None:
     encoder = make(memory_bytes=0)
     watches: list[weakref.ref[torch.Tensor]] = []
-    keep = encoder.submit(png(0)).result(timeout=30)
+    keep = encoder.submit(png(0)).result(timeout=HANG)
     del keep
 
     async def call() -> MediaError:
@@ -558,7 +546,7 @@ def test_a_kept_fault_of_generate_async_keeps_no_results(make: Make, work: Work)
         gc.enable()
 
 
-def test_hits_pass_a_full_queue(make: Make, work: Work) -> None:
+def test_hits_and_followers_bypass_a_full_queue(make: Make, work: Work) -> None:
     encoder = make(queue_depth=1)
     encoder.generate(png())
     work.hold()
@@ -573,11 +561,11 @@ def test_hits_pass_a_full_queue(make: Make, work: Work) -> None:
     assert asyncio.run(encoder.generate_async(png(), timeout=0))[0].metadata.cache == "memory"
     work.opened.set()
     for future in (running, waiting, follower):
-        assert future.result(timeout=30)
+        assert future.result(timeout=HANG)
     nothing_left(encoder)
 
 
-def test_a_leader_that_is_refused_takes_nobody_with_it(make: Make, work: Work) -> None:
+def test_a_refused_leader_does_not_fail_its_followers(make: Make, work: Work) -> None:
     encoder = make(queue_depth=1)
     work.hold()
     running = encoder.submit(png(1))
@@ -591,14 +579,14 @@ def test_a_leader_that_is_refused_takes_nobody_with_it(make: Make, work: Work) -
         with pytest.raises(EncoderBusyError):
             encoder.submit(png(), timeout=0.01)
     work.opened.set()
-    caller.join(30)
-    assert patient[0].result(timeout=30)
-    assert running.result(timeout=30)
-    assert waiting.result(timeout=30)
+    caller.join(HANG)
+    assert patient[0].result(timeout=HANG)
+    assert running.result(timeout=HANG)
+    assert waiting.result(timeout=HANG)
     nothing_left(encoder)
 
 
-def test_a_cancelled_task_leaves_the_others_alone(make: Make, work: Work) -> None:
+def test_cancelling_one_task_leaves_the_other_waiters(make: Make, work: Work) -> None:
     encoder = make(queue_depth=8)
     work.hold()
 
@@ -620,18 +608,18 @@ def test_a_cancelled_task_leaves_the_others_alone(make: Make, work: Work) -> Non
     nothing_left(encoder)
 
 
-def test_three_rooms_and_eight_callers_of_five_pictures(make: Make, work: Work) -> None:
-    """D17: what is evicted between having it and using it is still right."""
+def test_rows_stay_right_while_entries_are_evicted(make: Make, work: Work) -> None:
+    """A hit stays valid when its entry is evicted before the caller reads it (case D17 of tests/abuse)."""
     one = make().generate(png())[0].tensor.nbytes
     encoder = make(memory_bytes=3 * one, replicas_per_gpu=2)
-    pictures = [png(seed) for seed in range(5)]
-    wanted = [result.tensor.clone() for result in make().generate(pictures)]
+    files = [png(seed) for seed in range(5)]
+    wanted = [result.tensor.clone() for result in make().generate(files)]
     wrong: list[int] = []
 
     def caller() -> None:
         for _ in range(5):
             order = [0, 1, 2, 3, 4, 0]
-            results = encoder.generate([pictures[index] for index in order])
+            results = encoder.generate([files[index] for index in order])
             wrong.extend(
                 i for i, r in zip(order, results, strict=True) if not torch.equal(r.tensor, wanted[i])
             )
@@ -640,7 +628,7 @@ def test_three_rooms_and_eight_callers_of_five_pictures(make: Make, work: Work) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(HANG)
     assert wrong == []
     stats = encoder.cache_stats()
     assert stats.memory_bytes <= 3 * one
@@ -649,7 +637,7 @@ def test_three_rooms_and_eight_callers_of_five_pictures(make: Make, work: Work) 
 
 
 @pytest.mark.parametrize("config", [{"memory_bytes": 0}, {"max_entry_bytes": 1}])
-def test_a_cache_that_keeps_nothing_is_no_fault(make: Make, work: Work, config: dict[str, Any]) -> None:
+def test_a_cache_that_stores_nothing_still_encodes(make: Make, work: Work, config: dict[str, Any]) -> None:
     encoder = make(**config)
     for _ in range(2):
         assert encoder.generate(png())[0].metadata.cache == "miss"
@@ -658,10 +646,10 @@ def test_a_cache_that_keeps_nothing_is_no_fault(make: Make, work: Work, config: 
     assert stats.bypasses == (2 if config.get("max_entry_bytes") else 0)
 
 
-# --- life --------------------------------------------------------------------------------------------
+# --- closing and memory ------------------------------------------------------------------------------
 
 
-def test_views_outlive_eviction_and_close_and_are_counted(make: Make, work: Work) -> None:
+def test_views_outlive_close_and_are_counted(make: Make, work: Work) -> None:
     gc.collect()
     before = live_cpu_bytes_process()
     encoder = make()
@@ -676,7 +664,7 @@ def test_views_outlive_eviction_and_close_and_are_counted(make: Make, work: Work
     until(lambda: encoder.cache_stats().live_cpu_bytes_process == before)
 
 
-def test_closing_writes_what_is_pending_and_frees_the_directory(
+def test_close_writes_pending_entries_and_unlocks_the_directory(
     make: Make, work: Work, tmp_path: Path
 ) -> None:
     encoder = make(**on_disk(tmp_path / "cache"))
@@ -691,7 +679,7 @@ def test_closing_writes_what_is_pending_and_frees_the_directory(
 
 
 @pytest.mark.parametrize("path", ["file", "file/below"])
-def test_a_cache_that_cannot_be_opened_is_said_at_construction(make: Make, tmp_path: Path, path: str) -> None:
+def test_an_unusable_cache_directory_fails_construction(make: Make, tmp_path: Path, path: str) -> None:
     (tmp_path / "file").write_text("x")
     before = threading.active_count()
     with pytest.raises(CacheError, match="file"):
@@ -699,8 +687,8 @@ def test_a_cache_that_cannot_be_opened_is_said_at_construction(make: Make, tmp_p
     until(lambda: threading.active_count() == before)
 
 
-def test_a_directory_that_lost_its_lock_file_is_still_a_caches(make: Make, tmp_path: Path) -> None:
-    """As a cleaner of temporary folders may have it."""
+def test_a_cache_directory_without_its_lock_file_is_reused(make: Make, tmp_path: Path) -> None:
+    """A cleaner of temporary folders may delete the lock file."""
     encoder = make(**on_disk(tmp_path / "cache"))
     encoder.generate(png())
     encoder.close()
@@ -708,7 +696,7 @@ def test_a_directory_that_lost_its_lock_file_is_still_a_caches(make: Make, tmp_p
     assert make(**on_disk(tmp_path / "cache")).generate(png())[0].metadata.cache == "disk"
 
 
-def test_a_tilde_is_the_home(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_path_expands_a_tilde(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     make(disk_path="~/cache", disk_bytes=64 * MIB)
     assert (tmp_path / "cache").is_dir()
@@ -716,7 +704,7 @@ def test_a_tilde_is_the_home(make: Make, tmp_path: Path, monkeypatch: pytest.Mon
         CacheConfig(disk_path="", disk_bytes=2**31)
 
 
-def test_a_replica_that_fails_to_load_frees_the_directory(
+def test_a_failed_construction_unlocks_the_directory(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as patch:
@@ -751,7 +739,7 @@ def test_a_result_is_freed_with_its_last_reference(make: Make, work: Work) -> No
     gc.disable()
     try:
         future = encoder.submit(png())
-        watch = weakref.ref(future.result(timeout=30).tensor)
+        watch = weakref.ref(future.result(timeout=HANG).tensor)
         del future
         until(lambda: encoder.health().replicas[0].busy_s is None)
         encoder.generate(png(1))
@@ -760,7 +748,7 @@ def test_a_result_is_freed_with_its_last_reference(make: Make, work: Work) -> No
         gc.enable()
 
 
-def test_leaving_by_an_exception_cancels_those_who_wait(make: Make, work: Work) -> None:
+def test_leaving_by_an_exception_cancels_waiting_jobs(make: Make, work: Work) -> None:
     encoder = make(queue_depth=9)
     work.hold()
     running = encoder.submit(png(9))
@@ -782,5 +770,5 @@ def test_a_callback_may_close_an_encoder_with_a_cache(make: Make, work: Work) ->
         closed.set()
 
     encoder.submit(png()).add_done_callback(on_result)
-    assert closed.wait(30)
+    assert closed.wait(HANG)
     encoder.close()

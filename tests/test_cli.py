@@ -12,48 +12,20 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from mm_encoder import Encoder, ImageResult, MediaPlanner
 from mm_encoder.cli import build_app, files
 from mm_encoder.cli.terminal import printable
 
-GOLDEN_IMAGES = Path(__file__).parent / "golden" / "glm53" / "images"
-COMMAND = [sys.executable, "-c", "from mm_encoder.cli import main; main()"]
+from .helpers.command import COMMAND, GOLDEN_IMAGES, call, picture, run
 
-
-@pytest.fixture(autouse=True)
-def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What a developer's shell or a CI sets must not decide how output looks.
-    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "GITHUB_ACTIONS", "COLUMNS", "PY_COLORS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def call(*arguments: object) -> Result:
-    """Run the command in this process; any traceback is the test's failure."""
-    result = CliRunner().invoke(build_app(), [str(a) for a in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, **options
-    )
-
-
-def picture(path: Path, width: int = 61, height: int = 37, seed: int = 0) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path, format="PNG")
-    return path
+pytestmark = pytest.mark.usefixtures("plain_output")
 
 
 def records_of(path: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:

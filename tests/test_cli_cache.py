@@ -26,13 +26,10 @@ from mm_encoder.cli.options import parse_bytes
 from mm_encoder.cli.terminal import bytes_of
 from mm_encoder.families.glm53 import Glm53
 
-from .test_cli import (
-    GOLDEN_IMAGES,
-    call,
-    picture,
-    plain_output,  # noqa: F401 (for all tests here, too)
-    run,
-)
+from .helpers.command import GOLDEN_IMAGES, call, picture, run
+
+pytestmark = pytest.mark.usefixtures("plain_output")
+
 
 ORIGINS = re.compile(r"images/s; (\d+) from memory, (\d+) from disk, (\d+) computed\n")
 

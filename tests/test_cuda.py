@@ -31,19 +31,19 @@ from mm_encoder.device import CudaLane, CudaTransfers, open_lane
 from mm_encoder.families.glm53 import GlmTower
 
 from .conftest import GOLDEN
-from .helpers import until
-from .test_device import (
+from .helpers.handoff import (
     CONTROLS,
     DOWNLOAD_CONTROLS,
     HANDOFFS,
     UPLOAD_CONTROLS,
-    brought_by_the_lane,
-    brought_by_the_writer,
+    downloaded_by_the_lane,
+    downloaded_for_the_cache,
+    hits_are_right,
     leave_out,
-    leave_out_of_transfers,
-    right,
-    right_on_hits,
+    leave_out_transfer_step,
+    rows_are_right,
 )
+from .helpers.waiting import HANG, until
 
 pytestmark = pytest.mark.needs_cuda
 
@@ -74,7 +74,7 @@ def all_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> b
 
 @pytest.fixture(scope="module")
 def hold() -> Hold:
-    """Holds the current stream for about so many seconds."""
+    """Return a function that holds the current stream for about this many seconds."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     sample = 20_000_000
     torch.cuda._sleep(sample)  # loads the kernel
@@ -83,7 +83,7 @@ def hold() -> Hold:
     end.record()
     end.synchronize()
     a_second = sample / start.elapsed_time(end) * 1000
-    # The first use of a kernel loads it, which may wait for the device and so hide what is to be seen.
+    # The first use of a kernel loads it, which may wait for the device and so hide a missing wait.
     (~torch.zeros(9, dtype=torch.uint8, device=GPU)).clone()
     torch.cuda.synchronize()
     return lambda seconds: torch.cuda._sleep(int(a_second * seconds))
@@ -108,7 +108,7 @@ def golden(family: str) -> tuple[list[Path], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("family", ["glm53", "kimi_k3", "deepseek41"])
 @pytest.mark.usefixtures("float32_is_exact")
 def test_float32_rows_are_the_references(family: str) -> None:
-    # The CPU's tolerance. It holds without TF32 only; sums in another order have room in it.
+    # The tolerance of the CPU tests. It allows for another order of summation, but not for TF32.
     paths, wanted = golden(family)
     with Encoder(GOLDEN / family / "checkpoint", device=GPU, dtype=torch.float32) as encoder:
         results = encoder.generate(paths)
@@ -121,7 +121,7 @@ def test_float32_rows_are_the_references(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm53", "kimi_k3", "deepseek41"])
-def test_bfloat16_rows_are_as_near_to_float32_as_the_references_own(family: str) -> None:
+def test_bfloat16_rows_are_as_close_to_float32_as_the_reference_is(family: str) -> None:
     paths, wanted = golden(family)
     with Encoder(GOLDEN / family / "checkpoint", device=GPU) as encoder:
         assert encoder.dtype == torch.bfloat16
@@ -136,7 +136,7 @@ def test_bfloat16_rows_are_as_near_to_float32_as_the_references_own(family: str)
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
 @pytest.mark.parametrize("share_weights", [False, True])
-def test_replicas_and_threads_change_no_bit(
+def test_replicas_and_threads_give_bit_identical_rows(
     glm53_checkpoint: Path, handoff: Handoff, share_weights: bool
 ) -> None:
     images = of_many_sizes(24)
@@ -160,16 +160,14 @@ def test_replicas_and_threads_change_no_bit(
 
 
 @pytest.mark.parametrize("requested", [5, 1, 0, -1, -100])
-def test_the_priority_granted_is_the_requested_one_within_the_devices_range(
-    glm53_checkpoint: Path, requested: int
-) -> None:
+def test_the_priority_is_clamped_to_the_range_of_the_device(glm53_checkpoint: Path, requested: int) -> None:
     lowest, highest = torch.cuda.Stream(GPU).priority_range()
     assert lowest == 0 > highest
     with Encoder(glm53_checkpoint, device=GPU, stream_priority=requested, replicas_per_gpu=2) as encoder:
         assert encoder.stream_priority == min(0, max(requested, highest))
 
 
-def test_a_lane_leaves_the_callers_stream_alone() -> None:
+def test_a_lane_does_not_change_the_callers_stream() -> None:
     before = torch.cuda.current_stream(GPU)
     lane = open_lane(GPU, -1)
     host = torch.arange(250, dtype=torch.uint8)
@@ -200,31 +198,31 @@ def tower_of(hold: Hold, seconds: float) -> Callable[[torch.Tensor], torch.Tenso
     return tower
 
 
-def right_on_the_gpu(hold: Hold, handoff: str, late: str, left_out: str = "") -> list[bool]:
-    """tests/test_device.py's check of its model, with one side held for 50 ms every time."""
+def rows_are_right_on_the_gpu(hold: Hold, handoff: str, late: str, left_out: str = "") -> list[bool]:
+    """Do the check that test_device.py does on its model, with one side held for 50 ms every time."""
     lane, consumer = CudaLane(GPU, 0), torch.cuda.Stream(GPU)
     if left_out:
         leave_out(left_out, lane, consumer)
     tower = tower_of(hold, 0.05 if late == "lane" else 0)
     read = read_of(hold, 0.05 if late == "consumer" else 0)
-    # Pictures of its own, so that what another run left in memory is wrong here.
+    # Distinct inputs, so that values left in memory by another run are wrong here.
     seed = zlib.crc32(f"{handoff} {late} {left_out}".encode())
-    outcome = right(lane, consumer, handoff, tower, read, seed)
+    outcome = rows_are_right(lane, consumer, handoff, tower, read, seed)
     torch.cuda.synchronize()
     return outcome
 
 
 @pytest.mark.parametrize("late", ["lane", "consumer"])
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_every_row_is_read_right_whoever_is_late(hold: Hold, handoff: str, late: str) -> None:
-    assert all(right_on_the_gpu(hold, handoff, late))
+def test_rows_are_correct_when_lane_or_consumer_is_late(hold: Hold, handoff: str, late: str) -> None:
+    assert all(rows_are_right_on_the_gpu(hold, handoff, late))
 
 
 @pytest.mark.parametrize(("handoff", "step"), CONTROLS)
-def test_control_wrong_rows_are_read_when_a_step_is_left_out(hold: Hold, handoff: str, step: str) -> None:
-    # Memory is taken away from a late consumer; everything else is missed when the lane is late.
+def test_control_rows_are_wrong_without_one_step(hold: Hold, handoff: str, step: str) -> None:
+    # Without record_stream a late consumer loses its memory; the others are missed when the lane is late.
     late = "consumer" if step == "record_stream" else "lane"
-    assert not all(right_on_the_gpu(hold, handoff, late, step))
+    assert not all(rows_are_right_on_the_gpu(hold, handoff, late, step))
 
 
 @pytest.fixture
@@ -246,10 +244,10 @@ def late_lanes(monkeypatch: pytest.MonkeyPatch, hold: Hold) -> None:
 
 @pytest.mark.usefixtures("late_lanes")
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_a_thousand_rounds_with_late_lanes_and_a_late_consumer(
+def test_a_thousand_images_are_correct_with_late_lanes_and_a_late_consumer(
     glm53_checkpoint: Path, hold: Hold, handoff: Handoff
 ) -> None:
-    # Of one size, so that staging and memory are used again every time.
+    # Of one size, so that the staging buffer and memory are reused every time.
     images = [noise(140, 140, seed) for seed in range(7)]
     with Encoder(glm53_checkpoint, device=GPU) as encoder:
         wanted = rows_of([encoder.generate(image)[0] for image in images])
@@ -257,9 +255,9 @@ def test_a_thousand_rounds_with_late_lanes_and_a_late_consumer(
     ahead: deque[Future[ImageResult]] = deque()
 
     def read() -> None:
-        rows = ahead.popleft().result(timeout=30).tensor
+        rows = ahead.popleft().result(timeout=HANG).tensor
         hold(0.001)
-        seen.append(rows.clone())  # enqueued now, done when `rows` is dropped long since
+        seen.append(rows.clone())  # enqueued now, executed long after `rows` is dropped
 
     with Encoder(glm53_checkpoint, device=GPU, handoff=handoff) as encoder:
         side = torch.cuda.Stream(GPU)
@@ -277,15 +275,13 @@ def test_a_thousand_rounds_with_late_lanes_and_a_late_consumer(
 
 @pytest.mark.usefixtures("late_lanes")
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_rows_taken_through_dlpack_are_right_on_the_stream_named(
-    glm53_checkpoint: Path, handoff: Handoff
-) -> None:
+def test_dlpack_rows_are_correct_on_the_requested_stream(glm53_checkpoint: Path, handoff: Handoff) -> None:
     image = noise(140, 140)
     with Encoder(glm53_checkpoint, device=GPU) as encoder:
         wanted = rows_of(encoder.generate(image))[0]
     with Encoder(glm53_checkpoint, device=GPU, handoff=handoff) as encoder:
         side, other = (torch.cuda.Stream(GPU) for _ in range(2))
-        # None is the default stream; -1 says that whoever takes them stays on the current one.
+        # None is the default stream; -1 means that the consumer stays on its current stream.
         takers = [(None, torch.cuda.default_stream(GPU)), (-1, side), (other.cuda_stream, other)]
         for stream, taker in takers * 10:
             with torch.cuda.stream(side):
@@ -299,11 +295,11 @@ def test_rows_taken_through_dlpack_are_right_on_the_stream_named(
                 assert torch.equal(from_dlpack(rows).cpu(), wanted)
 
 
-# --- results that are cached -------------------------------------------------------------------------
+# --- cached results ----------------------------------------------------------------------------------
 
 
 class LateTransfers(CudaTransfers):
-    """Held for so many seconds before each copy."""
+    """Transfers that are held for this many seconds before each copy."""
 
     def __init__(self, handoff: str, hold: Hold, seconds: float) -> None:
         super().__init__(GPU, handoff)
@@ -321,68 +317,70 @@ class LateTransfers(CudaTransfers):
 
 
 def seed_of(*names: str) -> int:
-    """For pictures of a run's own, so that what another run left in memory is wrong here."""
+    """Return a seed for distinct inputs, so that values left in memory by another run are wrong here."""
     return zlib.crc32(" ".join(names).encode())
 
 
-def test_a_lanes_results_on_the_cpu_are_complete_and_pinned(hold: Hold) -> None:
+def test_a_lanes_cpu_results_are_complete_and_pinned(hold: Hold) -> None:
     lane = CudaLane(GPU, 0)
-    at_once, in_the_end = brought_by_the_lane(lane, tower_of(hold, 0.05), seed_of("lane"))
+    at_once, in_the_end = downloaded_by_the_lane(lane, tower_of(hold, 0.05), seed_of("lane"))
     assert all(at_once + in_the_end)
     with lane.entered():
         assert lane.download(torch.ones(3, 5, device=GPU)).is_pinned()
 
 
-def test_control_a_lanes_results_on_the_cpu_are_wrong_without_the_wait(hold: Hold) -> None:
+def test_control_a_lanes_cpu_results_are_wrong_without_the_wait(hold: Hold) -> None:
     lane = CudaLane(GPU, 0)
     leave_out("wait", lane, None)
-    at_once, _ = brought_by_the_lane(lane, tower_of(hold, 0.05), seed_of("lane", "control"))
+    at_once, _ = downloaded_by_the_lane(lane, tower_of(hold, 0.05), seed_of("lane", "control"))
     assert not all(at_once)
 
 
 @pytest.mark.parametrize("late", ["lane", "transfers"])
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_the_writer_gets_every_row_right_whoever_is_late(hold: Hold, handoff: str, late: str) -> None:
+def test_downloads_for_the_cache_are_correct_when_lane_or_transfers_are_late(
+    hold: Hold, handoff: str, late: str
+) -> None:
     transfers = LateTransfers(handoff, hold, 0.05 if late == "transfers" else 0)
     lane, consumer = CudaLane(GPU, 0), torch.cuda.Stream(GPU)
     tower = tower_of(hold, 0.05 if late == "lane" else 0)
     seed = seed_of("writer", handoff, late)
-    at_once, in_the_end = brought_by_the_writer(transfers, lane, consumer, handoff, tower, seed)
+    at_once, in_the_end = downloaded_for_the_cache(transfers, lane, consumer, handoff, tower, seed)
     assert all(at_once + in_the_end)
 
 
 @pytest.mark.parametrize(("handoff", "step"), DOWNLOAD_CONTROLS)
-def test_control_the_writer_gets_wrong_rows_when_a_step_is_left_out(
+def test_control_downloads_for_the_cache_are_wrong_without_one_step(
     hold: Hold, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
 ) -> None:
     late = "transfers" if step == "synchronize" else "lane"
     transfers = LateTransfers(handoff, hold, 0.05 if late == "transfers" else 0)
     lane, consumer = CudaLane(GPU, 0), torch.cuda.Stream(GPU)
-    leave_out_of_transfers(step, transfers, consumer, monkeypatch)
+    leave_out_transfer_step(step, transfers, consumer, monkeypatch)
     tower = tower_of(hold, 0.05 if late == "lane" else 0)
     seed = seed_of("writer", handoff, step)
-    at_once, in_the_end = brought_by_the_writer(transfers, lane, consumer, handoff, tower, seed)
+    at_once, in_the_end = downloaded_for_the_cache(transfers, lane, consumer, handoff, tower, seed)
     assert not all(at_once)
     assert not all(in_the_end)
 
 
 @pytest.mark.parametrize("late", ["transfers", "consumer"])
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_every_hit_is_read_right_whoever_is_late(hold: Hold, handoff: str, late: str) -> None:
+def test_hits_are_correct_when_transfers_or_consumer_are_late(hold: Hold, handoff: str, late: str) -> None:
     transfers = LateTransfers(handoff, hold, 0.05 if late == "transfers" else 0)
     read = read_of(hold, 0.05 if late == "consumer" else 0)
-    assert all(right_on_hits(transfers, torch.cuda.Stream(GPU), read, seed_of("hits", handoff, late)))
+    assert all(hits_are_right(transfers, torch.cuda.Stream(GPU), read, seed_of("hits", handoff, late)))
 
 
 @pytest.mark.parametrize(("handoff", "step"), UPLOAD_CONTROLS)
-def test_control_wrong_hits_are_read_when_a_step_is_left_out(
+def test_control_hits_are_wrong_without_one_step(
     hold: Hold, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
 ) -> None:
     late = "consumer" if step == "record_stream" else "transfers"
     transfers = LateTransfers(handoff, hold, 0.05 if late == "transfers" else 0)
     consumer, read = torch.cuda.Stream(GPU), read_of(hold, 0.05 if late == "consumer" else 0)
-    leave_out_of_transfers(step, transfers, consumer, monkeypatch)
-    assert not all(right_on_hits(transfers, consumer, read, seed_of("hits", handoff, step)))
+    leave_out_transfer_step(step, transfers, consumer, monkeypatch)
+    assert not all(hits_are_right(transfers, consumer, read, seed_of("hits", handoff, step)))
 
 
 @pytest.fixture
@@ -417,7 +415,7 @@ def test_hits_and_misses_give_the_rows_of_an_encoder_without_a_cache(
                     assert rows.device.type == ("cpu" if results == "cpu" else "cuda")
                     assert metadata.device == str(rows.device)
                     hold(0.001)
-                    seen.append(rows.clone())  # on the device: enqueued now, done when `rows` is gone
+                    seen.append(rows.clone())  # on the device: enqueued now, executed when `rows` is gone
                     del rows
         side.synchronize()
         stats = encoder.cache_stats()
@@ -435,9 +433,7 @@ def test_results_on_the_cpu_are_pinned_and_shared(glm53_checkpoint: Path) -> Non
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_hits_on_the_device_are_ordinary_tensors_of_the_callers_own(
-    glm53_checkpoint: Path, handoff: Handoff
-) -> None:
+def test_hits_on_the_device_are_ordinary_tensors_and_copies(glm53_checkpoint: Path, handoff: Handoff) -> None:
     image = noise(140, 140)
     with Encoder(glm53_checkpoint, device=GPU, handoff=handoff, cache=cache_of("device")) as encoder:
         wanted = rows_of(encoder.generate(image))[0]
@@ -451,28 +447,30 @@ def test_hits_on_the_device_are_ordinary_tensors_of_the_callers_own(
         assert all_equal(rows_of(encoder.generate(image)), [wanted])
 
 
-# The profiler has things to say at the end of a cycle, and of what it could not load.
+# The profiler warns at the end of a cycle, and about libraries that it could not load.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("handoff", HANDOFFS)
 @pytest.mark.parametrize("cached", [False, True])
-def test_nothing_waits_for_the_whole_device(glm53_checkpoint: Path, handoff: Handoff, cached: bool) -> None:
+def test_no_call_synchronizes_the_whole_device(
+    glm53_checkpoint: Path, handoff: Handoff, cached: bool
+) -> None:
     images = of_many_sizes(12)
     settings: dict[str, Any] = {"handoff": handoff, "cache": cache_of("device") if cached else None}
     with Encoder(glm53_checkpoint, device=GPU, replicas_per_gpu=2, **settings) as encoder:
         for _ in range(3):
-            encoder.generate(images)  # staging, memory and kernels are there for both replicas
+            encoder.generate(images)  # both replicas have staging buffer, memory and kernels
         if cached:
             encoder.bump_weights()
-            encoder.generate(images[:6])  # what is to be seen are hits and misses
+            encoder.generate(images[:6])  # then half of the images are hits
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with profile(activities=activities) as recorded, record_function("steady"):
             encoder.generate(images)
     events = recorded.events()
     assert events is not None
-    # Only what began in this range counts: the profiler itself waits for the device when it begins and ends.
+    # Only events that start in this range count: the profiler itself waits for the device at start and end.
     steady = min((e.time_range for e in events if e.name == "steady"), key=lambda time: time.start)
     inside = {e.name for e in events if steady.start <= e.time_range.start <= steady.end}
-    assert "cudaEventSynchronize" in inside  # the control: what the replicas' threads call is seen
+    assert "cudaEventSynchronize" in inside  # the control: calls from replica threads are recorded
     assert not [name for name in inside if "DeviceSynchronize" in name or "CtxSynchronize" in name]
 
 
@@ -481,17 +479,17 @@ def test_encoding_goes_on_while_another_thread_captures_a_graph(glm53_checkpoint
     images = of_many_sizes(12)
     with Encoder(glm53_checkpoint, device=GPU) as encoder:
         wanted = rows_of(encoder.generate(images))
-    # Not of the priority that lanes have: of one priority Torch hands out 32 streams in turn, and what a
-    # lane enqueued on a stream that is captured would end up in the graph.
+    # Not the priority of the lanes: Torch hands out 32 streams per priority in turn, and a kernel that a lane
+    # enqueued on the captured stream would end up in the graph.
     stream = torch.cuda.Stream(GPU, priority=-1)
 
     def capture() -> torch.Tensor:
         graph, x = torch.cuda.CUDAGraph(), torch.ones(1000, device=GPU)
-        x * 2 + 1  # loads the kernels, which may not be done during the capture
+        x * 2 + 1  # loads the kernels, which is not allowed during the capture
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             y = x * 2
             capturing.set()
-            assert encoded.wait(60)
+            assert encoded.wait(HANG)
             z = y + 1
         x.fill_(3)
         torch.cuda.synchronize()
@@ -501,7 +499,7 @@ def test_encoding_goes_on_while_another_thread_captures_a_graph(glm53_checkpoint
     with ThreadPoolExecutor(1) as host:
         captured = host.submit(capture)
         try:
-            assert capturing.wait(30)
+            assert capturing.wait(HANG)
             # New encoders too: staging, memory and weights are allocated during the capture.
             settings: dict[str, Any]
             for handoff in HANDOFFS:
@@ -510,10 +508,10 @@ def test_encoding_goes_on_while_another_thread_captures_a_graph(glm53_checkpoint
                     assert all_equal(rows_of(encoder.generate(images)), wanted)
         finally:
             encoded.set()
-        assert captured.result(timeout=60).eq(7).all()
+        assert captured.result(timeout=HANG).eq(7).all()
 
 
-def test_the_callers_state_is_left_alone(glm53_checkpoint: Path) -> None:
+def test_the_callers_device_stream_and_dtype_are_unchanged(glm53_checkpoint: Path) -> None:
     side = torch.cuda.Stream(GPU)
 
     def state() -> tuple[object, ...]:
@@ -543,8 +541,8 @@ def test_the_callers_state_is_left_alone(glm53_checkpoint: Path) -> None:
 
 
 @pytest.fixture
-def roomy_checkpoint(glm53_checkpoint: Path, tmp_path: Path) -> Path:
-    """The tiny checkpoint without its tiny bound on pictures."""
+def unlimited_checkpoint(glm53_checkpoint: Path, tmp_path: Path) -> Path:
+    """The tiny checkpoint without its small limit on the image size."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(glm53_checkpoint, folder)
     file = folder / "processor_config.json"
@@ -556,12 +554,12 @@ def roomy_checkpoint(glm53_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
 def test_a_full_device_fails_one_job_and_its_error_holds_no_memory(
-    roomy_checkpoint: Path, handoff: Handoff
+    unlimited_checkpoint: Path, handoff: Handoff
 ) -> None:
     small = noise(140, 140)
-    # 102,400 patches: their 60 million bytes become indices of four bytes each, which is more than is left.
+    # 102,400 patches: their 60 million bytes become 4-byte indices, more than the memory left.
     large = np.zeros((4480, 4480, 3), np.uint8)
-    with Encoder(roomy_checkpoint, device=GPU, handoff=handoff) as encoder:
+    with Encoder(unlimited_checkpoint, device=GPU, handoff=handoff) as encoder:
         wanted = rows_of(encoder.generate(small))
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(GPU)
@@ -571,7 +569,7 @@ def test_a_full_device_fails_one_job_and_its_error_holds_no_memory(
             kept = []
             for _ in range(3):
                 future = encoder.submit(large)
-                kept.append(future.exception(timeout=120))
+                kept.append(future.exception(timeout=HANG))
                 until(lambda: torch.cuda.memory_allocated(GPU) == before)
                 assert all_equal(rows_of(encoder.generate(small)), wanted)
             for error in kept:
@@ -587,12 +585,12 @@ def test_a_full_device_fails_one_job_and_its_error_holds_no_memory(
 
 
 def outcome_of(program: str, checkpoint: Path, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of a Python program."""
+    """Run a Python program and return its exit code, output and errors."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, str(checkpoint), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=2 * HANG,
         check=False,
     )
     return run.returncode, run.stdout.strip(), run.stderr
@@ -604,7 +602,7 @@ import numpy as np
 import torch
 from mm_encoder import CacheConfig, Encoder
 
-assert not torch.cuda.is_initialized()  # by importing
+assert not torch.cuda.is_initialized()  # by the imports
 last = torch.cuda.device_count() - 1
 cache = CacheConfig(results="device") if sys.argv[2] == "True" else None
 with Encoder(sys.argv[1], device=f"cuda:{last}", replicas_per_gpu=2, cache=cache) as encoder:
@@ -619,15 +617,15 @@ print("one")
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_no_device_but_its_own_is_initialised(glm53_checkpoint: Path, cached: bool) -> None:
-    # Says most where there are several.
+def test_no_other_device_is_initialized(glm53_checkpoint: Path, cached: bool) -> None:
+    # Most useful on a machine with several devices.
     code, output, errors = outcome_of(ONLY_ONE_DEVICE, glm53_checkpoint, str(cached))
     assert (code, output) == (0, "one"), errors
 
 
-# It ends by os._exit: how Torch takes leave of a context that is gone is not the point here. For the same
-# reason no result is kept: to free, in such a context, what record_stream was told of ends the process.
-SPOILT_CONTEXT = """
+# It ends by os._exit, because how Torch shuts down with an unusable context is not tested here. No result is
+# kept either: freeing a tensor that record_stream was called on ends the process in such a context.
+LOST_CONTEXT = """
 import os
 import sys
 import threading
@@ -656,7 +654,7 @@ for left in reversed(range(replicas)):
     health = encoder.health()
     assert health.state == ("degraded" if left else "failed"), health
     assert "CUDA error" in health.last_error, health
-    if left:  # the next job finds the context gone, whichever replica takes it
+    if left:  # the next job finds the context unusable, whichever replica takes it
         errors.append(encoder.submit(image).exception(timeout=10))
 for error in errors:
     assert type(error) is ReplicaError, repr(error)
@@ -664,18 +662,16 @@ for error in errors:
 try:
     encoder.submit(image)
 except ReplicaError:
-    print("told", flush=True)
+    print("failed as expected", flush=True)
 os._exit(0)
 """
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_failed_assertion_on_the_device_is_told_to_everyone_at_once(
-    glm53_checkpoint: Path, replicas: int
-) -> None:
-    code, output, errors = outcome_of(SPOILT_CONTEXT, glm53_checkpoint, str(replicas))
+def test_a_failed_device_assertion_fails_every_job_at_once(glm53_checkpoint: Path, replicas: int) -> None:
+    code, output, errors = outcome_of(LOST_CONTEXT, glm53_checkpoint, str(replicas))
     assert code == 0, errors
-    assert output.splitlines()[-1:] == ["told"], errors
+    assert output.splitlines()[-1:] == ["failed as expected"], errors
 
 
 LEFT_OPEN = """
@@ -691,7 +687,7 @@ waiting = [encoder.submit(image) for image in images]
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_a_process_ends_quietly_with_an_open_encoder(glm53_checkpoint: Path, handoff: str) -> None:
+def test_a_process_with_an_open_encoder_exits_without_output(glm53_checkpoint: Path, handoff: str) -> None:
     assert outcome_of(LEFT_OPEN, glm53_checkpoint, handoff) == (0, "", "")
 
 
@@ -727,6 +723,6 @@ print("unharmed")
 """
 
 
-def test_a_forked_child_is_told_and_its_parent_goes_on(glm53_checkpoint: Path) -> None:
+def test_a_forked_child_gets_an_error_and_its_parent_goes_on(glm53_checkpoint: Path) -> None:
     code, output, errors = outcome_of(FORKED, glm53_checkpoint)
     assert (code, output) == (0, "unharmed"), errors

@@ -1,8 +1,8 @@
-"""The device seam: names, the CPU's lane, and the CUDA lane against a model of what CUDA promises.
+"""The device interface: names, the CPU lane, and the CUDA lane on a model of CUDA streams.
 
-On a GPU a missing wait may go unnoticed for years, since work is usually done by the time somebody looks.
-The model runs everything as late as it may be run, so that each wait is needed, every time; and every test
-of an order has a control, in which one step is left out and a wrong value must be read.
+On a GPU a missing wait may go unnoticed for years, since the work is usually done by the time it is read.
+The model runs all work as late as it is allowed to, so that every wait is needed every time. Each test of an
+order has a control, in which one step is left out and a wrong value must be read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from mm_encoder.contract import ImageMetadata, ImageResult
 from mm_encoder.device import (
     CpuLane,
     CpuTransfers,
@@ -32,10 +31,25 @@ from mm_encoder.device import (
     settings,
 )
 
+from .helpers.handoff import (
+    CONTROLS,
+    DOWNLOAD_CONTROLS,
+    HANDOFFS,
+    UPLOAD_CONTROLS,
+    downloaded_by_the_lane,
+    downloaded_for_the_cache,
+    hits_are_right,
+    leave_out,
+    leave_out_transfer_step,
+    random_inputs,
+    result_of,
+    rows_are_right,
+)
+
 GPU = torch.device("cuda:0")
 
 
-def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_device_accepts_cpu_and_cuda_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert parse_device("cpu") == torch.device("cpu")
     assert parse_device("cuda") == torch.device("cuda:0")
@@ -68,26 +82,8 @@ def test_the_cpu_lane_copies_nothing_and_waits_for_nothing() -> None:
     assert lane.priority == 0
 
 
-def result_of(rows: torch.Tensor) -> ImageResult:
-    length, width = rows.shape
-    metadata = ImageMetadata(
-        model="",
-        mm_hash="",
-        length=length,
-        shape=(length, width),
-        dtype=str(rows.dtype),
-        device="cpu",
-        strides=(width, 1),
-        embedding_offsets=(0, length),
-        grid_thws=((1, length, 1),),
-        original_size=(1, 1),
-        cache="memory",
-    )
-    return ImageResult(rows, metadata)
-
-
 @pytest.mark.parametrize("handoff", ["host", "stream"])
-def test_on_the_cpu_cached_rows_are_there_already(handoff: str) -> None:
+def test_cpu_transfers_return_the_same_rows(handoff: str) -> None:
     transfers = open_transfers(torch.device("cpu"), handoff)
     assert isinstance(transfers, CpuTransfers)
     result = result_of(torch.zeros(2, 3))
@@ -95,14 +91,16 @@ def test_on_the_cpu_cached_rows_are_there_already(handoff: str) -> None:
     assert transfers.upload(result, None) is result
 
 
-def test_what_may_change_the_bits_of_a_result_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_may_change_the_bits_of_a_result_is_described(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     cpu = torch.device("cpu")
     on_gpu, on_cpu = describe(GPU), describe(cpu)
     assert (on_gpu["device"], on_gpu["capability"]) == ("NVIDIA H200", "9.0")
     assert on_gpu["torch"] == on_cpu["torch"] == torch.__version__
-    # Set in this way, torch.get_float32_matmul_precision() may not be asked any more: it raises.
+    # Once it is set this way, torch.get_float32_matmul_precision() raises.
     mkldnn: Any = torch.backends.mkldnn
     for device, matmul in ((GPU, torch.backends.cuda.matmul), (cpu, mkldnn.matmul)):
         before = matmul.fp32_precision
@@ -120,11 +118,11 @@ def test_what_may_change_the_bits_of_a_result_is_described(monkeypatch: pytest.M
 
 
 class Stream:
-    """Work, run in the order in which it was enqueued, and only when somebody has to wait for it."""
+    """Work that runs in the order in which it was enqueued, and only when something waits for it."""
 
     def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
         assert priority <= 0, "older releases of Torch refuse positive priorities"
-        self.device, self.priority = device, max(priority, -5)  # what the device has
+        self.device, self.priority = device, max(priority, -5)  # the range of the device
         self.work: list[Callable[[], object]] = []
         self.done = 0
 
@@ -137,7 +135,7 @@ class Stream:
         self.run(len(self.work))
 
     def wait_event(self, event: Event) -> None:
-        # For what the event stands for now: it may be recorded again for something else.
+        # Waits for the current record of the event: it may be recorded again later.
         self.work.append(partial(event.stream.run, event.end))
 
     def wait_stream(self, stream: Stream) -> None:
@@ -148,7 +146,7 @@ class Stream:
 
 
 class Event:
-    """A place in a stream; before it is recorded there is nothing to wait for."""
+    """A position in a stream; waiting for an event that was never recorded returns at once."""
 
     def __init__(self, *, blocking: bool) -> None:
         assert blocking, "the host's thread would spin while it waits"
@@ -168,13 +166,13 @@ class Block:
     owner: Stream
     memory: torch.Tensor
     readers: set[Stream] = field(default_factory=set)
-    """Named by record_stream since the last allocation."""
+    """Streams named by record_stream since the last allocation."""
     pending: list[tuple[Stream, int]] = field(default_factory=list)
-    """How far those must get before the block can be allocated again."""
+    """How far those streams must get before the block can be allocated again."""
 
 
 class OnDevice:
-    """A tensor. When it is dropped its block is free, whatever is still enqueued that reads or writes it."""
+    """A tensor. When it is dropped its block is free, even if enqueued work still reads or writes it."""
 
     device = GPU
 
@@ -185,7 +183,7 @@ class OnDevice:
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, arguments: Any, named: Any) -> torch.Tensor:
         # Pinned memory may be dropped before it is written or read: Torch keeps it until the copies are
-        # done, as what is enqueued keeps it here.
+        # done; here the enqueued work keeps it.
         assert function is torch.Tensor.copy_
         assert named == {"non_blocking": True}, "the host would wait"
         host, rows = arguments
@@ -202,12 +200,12 @@ class OnDevice:
 
 
 class Gpu:
-    """The device with its current stream, its allocator, and what was pinned on the host."""
+    """The device with its current stream, its allocator, and the sizes of pinned host buffers."""
 
     def __init__(self) -> None:
         self.default = Stream()
         self.current: list[Any] = [self.default]
-        """Devices and streams entered, the innermost last."""
+        """Devices and streams that are entered, the innermost last."""
         self.free: list[Block] = []
         self.blocks = 0
         self.pinned: list[int | torch.Size] = []
@@ -240,7 +238,7 @@ class Gpu:
 
     def copy(self, staged: torch.Tensor, device: torch.device, *, non_blocking: bool) -> OnDevice:
         assert non_blocking, "the host would wait"
-        assert not torch.is_inference_mode_enabled(), "the caller could not use it everywhere"
+        assert not torch.is_inference_mode_enabled(), "an inference tensor has restrictions for the caller"
         arrived = self.allocate(staged.shape)
         self.stream.work.append(partial(arrived.block.memory.copy_, staged))
         return arrived
@@ -257,13 +255,14 @@ class Gpu:
 
 
 def refuse(*_: Any) -> None:
-    raise AssertionError("nobody may wait for this")
+    raise AssertionError("this must not be waited for")
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """The model in place of what the lane calls. On the default stream and on the device as a whole there is
-    work that nobody may wait for.
+    """Replace the functions of torch.cuda that a lane calls by the model.
+
+    Waiting for the default stream or for the whole device fails.
     """
     gpu = Gpu()
     gpu.default.work.append(refuse)
@@ -280,85 +279,30 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-# --- both hand-offs, and what each of their steps is for (tests/test_cuda.py runs the same on a GPU) ---
-
-HANDOFFS = ("host", "stream")
-# A hand-off, and the step that is left out.
-CONTROLS = (
-    ("stream", "staging"),
-    ("host", "wait"),
-    ("stream", "wait_event"),
-    ("host", "record_stream"),
-    ("stream", "record_stream"),
-)
-
-
-def pictures(seed: int) -> list[torch.Tensor]:
-    """Of one size, and of no value in common."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 256, (256, 588), dtype=torch.uint8, generator=generator) for _ in range(12)]
-
-
-def leave_out(step: str, lane: CudaLane, consumer: Any) -> None:
-    owner, name = {
-        "staging": (lane._copied, "synchronize"),
-        "wait": (lane, "wait"),
-        "wait_event": (consumer, "wait_event"),
-        "record_stream": (lane, "record_stream"),
-    }[step]
-    setattr(owner, name, lambda *_: None)
-
-
-def right(
-    lane: CudaLane,
-    consumer: Any,
-    handoff: str,
-    tower: Callable[[Any], Any],
-    read: Callable[[Any, Any], torch.Tensor],
-    seed: int = 0,
-) -> list[bool]:
-    """Take the lane through jobs as a replica does, with a `tower` that inverts bits. For each: whether
-    `consumer` reads its rows, when it gets there, though the caller has kept neither picture nor rows.
-    """
-    seen, wanted = [], []
-    for number, picture in enumerate(pictures(seed)):
-        wanted.append(~picture)
-        with lane.entered():
-            rows = tower(lane.upload(picture))
-            picture.zero_()
-            if handoff == "host":
-                lane.wait()
-            else:
-                lane.make_consumer_wait(consumer)
-            lane.record_stream(rows, consumer)
-        seen.append(read(rows, consumer))
-        del rows
-        if number % 4 == 3:
-            consumer.synchronize()  # it catches up, and what it has read can be allocated again
-    return [torch.equal(a.cpu(), b) for a, b in zip(seen, wanted, strict=True)]
+# --- both hand-offs, and each of their steps (tests/test_cuda.py runs the same on a GPU) ---------------
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_every_row_is_read_right_from_memory_that_is_used_again(gpu: Gpu, handoff: str) -> None:
+def test_rows_are_correct_in_reused_memory(gpu: Gpu, handoff: str) -> None:
     lane = CudaLane(GPU, 0)
-    assert all(right(lane, Stream(), handoff, gpu.tower, gpu.read))
-    assert gpu.blocks <= 6  # and not two a picture
+    assert all(rows_are_right(lane, Stream(), handoff, gpu.tower, gpu.read))
+    assert gpu.blocks <= 6  # and not two per input
 
 
 @pytest.mark.parametrize(("handoff", "step"), CONTROLS)
-def test_control_wrong_rows_are_read_when_a_step_is_left_out(gpu: Gpu, handoff: str, step: str) -> None:
+def test_control_rows_are_wrong_without_one_step(gpu: Gpu, handoff: str, step: str) -> None:
     lane, consumer = CudaLane(GPU, 0), Stream()
     leave_out(step, lane, consumer)
-    assert not all(right(lane, consumer, handoff, gpu.tower, gpu.read))
+    assert not all(rows_are_right(lane, consumer, handoff, gpu.tower, gpu.read))
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_the_lane_waits_for_no_work_but_its_own(gpu: Gpu, handoff: str) -> None:
+def test_the_lane_waits_only_for_its_own_work(gpu: Gpu, handoff: str) -> None:
     lane, consumer, other = CudaLane(GPU, 0), Stream(), Stream(GPU)
     other.work.append(refuse)
-    right(lane, consumer, handoff, gpu.tower, gpu.read)
+    rows_are_right(lane, consumer, handoff, gpu.tower, gpu.read)
     with lane.entered():
-        gpu.tower(lane.upload(pictures(1)[0]))
+        gpu.tower(lane.upload(random_inputs(1)[0]))
         assert lane.drain()
     assert other.done == gpu.default.done == 0
 
@@ -367,12 +311,12 @@ def test_the_host_hand_off_waits_and_the_stream_hand_off_does_not(gpu: Gpu) -> N
     lane, consumer = CudaLane(GPU, 0), Stream()
     with lane.entered():
         stream = gpu.stream
-        lane.upload(pictures(0)[0])
+        lane.upload(random_inputs(0)[0])
         lane.make_consumer_wait(consumer)
         assert stream.done == 0
         consumer.synchronize()
         assert stream.done == 1
-        lane.upload(pictures(0)[0])
+        lane.upload(random_inputs(0)[0])
         lane.wait()
         assert stream.done == 2
 
@@ -398,14 +342,14 @@ def test_device_and_stream_are_current_only_inside_the_lane(gpu: Gpu) -> None:
     assert gpu.current == outside
 
 
-def test_the_consumer_is_the_stream_that_is_current_for_the_caller(gpu: Gpu) -> None:
+def test_the_consumer_is_the_callers_current_stream(gpu: Gpu) -> None:
     side = Stream()
     assert consumer_stream(GPU) is gpu.default
     with gpu.entered(side):
         assert consumer_stream(GPU) is side
 
 
-def test_staging_grows_at_least_twofold_and_serves_smaller_uploads(gpu: Gpu) -> None:
+def test_the_staging_buffer_at_least_doubles_and_serves_smaller_uploads(gpu: Gpu) -> None:
     lane = CudaLane(GPU, 0)
     uploads: list[tuple[Any, torch.Tensor]] = []
     with lane.entered():
@@ -417,137 +361,42 @@ def test_staging_grows_at_least_twofold_and_serves_smaller_uploads(gpu: Gpu) -> 
     assert gpu.pinned == [5, 50, 100, 300]
 
 
-# --- results on the way to the host and back (tests/test_cuda.py runs the same on a GPU) ---------------
-
-# A hand-off, and the step that is left out.
-DOWNLOAD_CONTROLS = (("stream", "wait_stream"), ("host", "synchronize"), ("stream", "synchronize"))
-UPLOAD_CONTROLS = (
-    ("host", "synchronize"),
-    ("stream", "wait_event"),
-    ("host", "record_stream"),
-    ("stream", "record_stream"),
-)
+# --- results copied to the host and back (tests/test_cuda.py runs the same on a GPU) -----------------
 
 
-def leave_out_of_transfers(
-    step: str, transfers: CudaTransfers, consumer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unwaited(record_event: Callable[[Any], object], event: Any) -> None:
-        record_event(event)
-        event.synchronize = lambda: None
-
-    match step:
-        case "synchronize":
-            for stream in (transfers._down, transfers._up):
-                monkeypatch.setattr(stream, "record_event", partial(unwaited, stream.record_event))
-        case "wait_stream":
-            monkeypatch.setattr(transfers._down, "wait_event", lambda _: None)
-        case "wait_event":
-            monkeypatch.setattr(consumer, "wait_event", lambda _: None)
-        case "record_stream":
-            for kind in (torch.Tensor, OnDevice):
-                monkeypatch.setattr(kind, "record_stream", lambda *_: None)
-        case _:
-            raise ValueError(step)
-
-
-Checks = tuple[list[bool], list[bool]]
-"""Whether rows are right as soon as they are had, and whether they are in the end."""
-
-
-def checked(seen: list[tuple[torch.Tensor, bool, torch.Tensor]]) -> Checks:
-    return [at_once for _, at_once, _ in seen], [torch.equal(host, wanted) for host, _, wanted in seen]
-
-
-def brought_by_the_lane(lane: CudaLane, tower: Callable[[Any], Any], seed: int = 0) -> Checks:
-    """Take the lane through jobs whose results are CPU tensors."""
-    seen = []
-    for picture in pictures(seed):
-        wanted = ~picture
-        with lane.entered():
-            host = lane.download(tower(lane.upload(picture)))
-            seen.append((host, torch.equal(host, wanted), wanted))
-    lane._stream.synchronize()
-    return checked(seen)
-
-
-def brought_by_the_writer(
-    transfers: CudaTransfers,
-    lane: CudaLane,
-    consumer: Any,
-    handoff: str,
-    tower: Callable[[Any], Any],
-    seed: int = 0,
-) -> Checks:
-    """Have results brought to the host as a cache's writer does, of which the caller keeps nothing."""
-    seen = []
-    for picture in pictures(seed):
-        wanted = ~picture
-        with lane.entered():
-            made = [tower(lane.upload(picture))]
-            if handoff == "host":
-                lane.wait()
-            else:
-                lane.make_consumer_wait(consumer)
-            lane.record_stream(made[0], consumer)
-        host = transfers.download(made.pop(), transfers.mark(consumer))
-        seen.append((host, torch.equal(host, wanted), wanted))
-        consumer.synchronize()  # as far as the consumer goes, the memory can be allocated again
-    transfers._down.synchronize()
-    return checked(seen)
-
-
-def right_on_hits(
-    transfers: CudaTransfers,
-    consumer: Any,
-    read: Callable[[Any, Any], torch.Tensor],
-    seed: int = 0,
-) -> list[bool]:
-    """For each hit whether `consumer` reads its rows, when it gets there, though the caller has not kept
-    them, and the cache not what they were copied from.
-    """
-    seen, wanted = [], pictures(seed)
-    for number, picture in enumerate(wanted):
-        rows = transfers.upload(result_of(picture.pin_memory()), consumer).tensor
-        seen.append(read(rows, consumer))
-        del rows
-        if number % 4 == 3:
-            consumer.synchronize()
-    return [torch.equal(a.cpu(), b) for a, b in zip(seen, wanted, strict=True)]
-
-
-def test_a_lanes_results_on_the_cpu_are_complete_and_pinned_and_their_own(gpu: Gpu) -> None:
-    at_once, in_the_end = brought_by_the_lane(CudaLane(GPU, 0), gpu.tower)
+def test_a_lanes_cpu_results_are_complete_pinned_and_separate(gpu: Gpu) -> None:
+    at_once, in_the_end = downloaded_by_the_lane(CudaLane(GPU, 0), gpu.tower)
     assert all(at_once + in_the_end)
-    assert gpu.pinned[1:] == [torch.Size([256, 588])] * 12  # after the buffer for uploads
+    assert gpu.pinned[1:] == [torch.Size([256, 588])] * 12  # after the staging buffer for uploads
     assert gpu.blocks == 2
 
 
-def test_control_a_lanes_results_on_the_cpu_are_wrong_without_the_wait(gpu: Gpu) -> None:
+def test_control_a_lanes_cpu_results_are_wrong_without_the_wait(gpu: Gpu) -> None:
     lane = CudaLane(GPU, 0)
     leave_out("wait", lane, None)
-    at_once, _ = brought_by_the_lane(lane, gpu.tower)
+    at_once, _ = downloaded_by_the_lane(lane, gpu.tower)
     assert not any(at_once)
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_the_writer_gets_every_row_right_from_memory_that_is_used_again(gpu: Gpu, handoff: str) -> None:
+def test_downloads_for_the_cache_are_correct_from_reused_memory(gpu: Gpu, handoff: str) -> None:
     transfers, lane, consumer = CudaTransfers(GPU, handoff), CudaLane(GPU, 0), Stream()
-    at_once, in_the_end = brought_by_the_writer(transfers, lane, consumer, handoff, gpu.tower)
+    at_once, in_the_end = downloaded_for_the_cache(transfers, lane, consumer, handoff, gpu.tower)
     assert all(at_once + in_the_end)
     assert gpu.pinned[1:] == [torch.Size([256, 588])] * 12
     assert gpu.blocks <= 3
 
 
 @pytest.mark.parametrize(("handoff", "step"), DOWNLOAD_CONTROLS)
-def test_control_the_writer_gets_wrong_rows_when_a_step_is_left_out(
+def test_control_downloads_for_the_cache_are_wrong_without_one_step(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
 ) -> None:
     transfers, lane, consumer = CudaTransfers(GPU, handoff), CudaLane(GPU, 0), Stream()
-    leave_out_of_transfers(step, transfers, consumer, monkeypatch)
-    at_once, in_the_end = brought_by_the_writer(transfers, lane, consumer, handoff, gpu.tower)
+    leave_out_transfer_step(step, transfers, consumer, monkeypatch, OnDevice)
+    at_once, in_the_end = downloaded_for_the_cache(transfers, lane, consumer, handoff, gpu.tower)
     assert not all(at_once)
-    # And not only early: without the wait the rows are dropped, and their memory used again, before the copy.
+    # Wrong for good, not only too early: without the wait the rows are dropped and their memory is reused
+    # before the copy runs.
     assert not all(in_the_end)
 
 
@@ -562,28 +411,28 @@ def read_in(gpu: Gpu, transfers: CudaTransfers, late: str) -> Callable[[Any, Any
 
 @pytest.mark.parametrize("late", ["transfers", "consumer"])
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_every_hit_is_read_right_whoever_is_late(gpu: Gpu, handoff: str, late: str) -> None:
+def test_hits_are_correct_when_transfers_or_consumer_are_late(gpu: Gpu, handoff: str, late: str) -> None:
     transfers = CudaTransfers(GPU, handoff)
-    assert all(right_on_hits(transfers, Stream(), read_in(gpu, transfers, late)))
-    assert gpu.blocks <= 4  # as many as the consumer has not read yet
+    assert all(hits_are_right(transfers, Stream(), read_in(gpu, transfers, late)))
+    assert gpu.blocks <= 4  # as many as the consumer has still to read
 
 
 @pytest.mark.parametrize(("handoff", "step"), UPLOAD_CONTROLS)
-def test_control_wrong_hits_are_read_when_a_step_is_left_out(
+def test_control_hits_are_wrong_without_one_step(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, handoff: str, step: str
 ) -> None:
     transfers, consumer = CudaTransfers(GPU, handoff), Stream()
-    leave_out_of_transfers(step, transfers, consumer, monkeypatch)
+    leave_out_transfer_step(step, transfers, consumer, monkeypatch, OnDevice)
     late = "consumer" if step == "record_stream" else "transfers"
-    assert not all(right_on_hits(transfers, consumer, read_in(gpu, transfers, late)))
+    assert not all(hits_are_right(transfers, consumer, read_in(gpu, transfers, late)))
 
 
-def test_a_hit_by_the_host_is_complete_and_one_by_the_stream_when_the_consumer_gets_there(gpu: Gpu) -> None:
+def test_the_host_hand_off_completes_a_hit_and_the_stream_hand_off_makes_the_consumer_wait(gpu: Gpu) -> None:
     for handoff, done in (("host", 1), ("stream", 0)):
         transfers, consumer = CudaTransfers(GPU, handoff), Stream()
         side: Any = transfers._up
         with torch.inference_mode():
-            rows, metadata = transfers.upload(result_of(pictures(0)[0]), consumer)
+            rows, metadata = transfers.upload(result_of(random_inputs(0)[0]), consumer)
         assert side.done == done
         consumer.synchronize()
         assert side.done == 1
@@ -592,14 +441,14 @@ def test_a_hit_by_the_host_is_complete_and_one_by_the_stream_when_the_consumer_g
 
 
 @pytest.mark.parametrize("left_out", ["", "wait_event", "record_stream"])
-def test_a_follower_reads_on_a_stream_of_its_own(
+def test_a_follower_reads_correct_rows_on_another_stream(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, left_out: str
 ) -> None:
-    """Rows that were handed over to one stream, read on another; each step left out is a control."""
+    """Rows handed over to one stream are read on another; each left-out step is a control."""
     transfers, lane, first, second = CudaTransfers(GPU, "stream"), CudaLane(GPU, 0), Stream(), Stream()
-    picture, other = pictures(0)[:2]
+    source, other = random_inputs(0)[:2]
     with lane.entered():
-        rows: Any = gpu.tower(lane.upload(picture))
+        rows: Any = gpu.tower(lane.upload(source))
         lane.make_consumer_wait(first)
         lane.record_stream(rows, first)
         with monkeypatch.context() as patch:
@@ -610,54 +459,54 @@ def test_a_follower_reads_on_a_stream_of_its_own(
             transfers.share(rows, first, second)
         seen = gpu.read(rows, second)
         if left_out == "wait_event":
-            second.synchronize()  # nothing else makes it late
+            second.synchronize()  # without the wait, so that it reads too early
         first.synchronize()
         del rows
         gpu.tower(lane.upload(other))
         lane._stream.synchronize()
     second.synchronize()
-    assert torch.equal(seen, ~picture) == (not left_out)
+    assert torch.equal(seen, ~source) == (not left_out)
 
 
 @pytest.mark.parametrize("handoff", HANDOFFS)
-def test_transfers_wait_for_no_work_but_their_own(gpu: Gpu, handoff: str) -> None:
+def test_transfers_wait_only_for_their_own_work(gpu: Gpu, handoff: str) -> None:
     transfers, lane, consumer, other = CudaTransfers(GPU, handoff), CudaLane(GPU, 0), Stream(), Stream(GPU)
     other.work.append(refuse)
-    brought_by_the_writer(transfers, lane, consumer, handoff, gpu.tower)
-    right_on_hits(transfers, consumer, gpu.read)
+    downloaded_for_the_cache(transfers, lane, consumer, handoff, gpu.tower)
+    hits_are_right(transfers, consumer, gpu.read)
     assert other.done == gpu.default.done == 0
     assert gpu.current == [gpu.default]
 
 
-def test_rows_that_the_host_has_waited_for_are_kept_without_waiting_for_their_consumer(gpu: Gpu) -> None:
+def test_rows_of_the_host_hand_off_are_downloaded_without_waiting_for_their_consumer(gpu: Gpu) -> None:
     transfers, lane, busy = CudaTransfers(GPU, "host"), CudaLane(GPU, 0), Stream()
-    picture = pictures(0)[0]
+    source = random_inputs(0)[0]
     with lane.entered():
-        rows: Any = gpu.tower(lane.upload(picture))
+        rows: Any = gpu.tower(lane.upload(source))
         lane.wait()
         lane.record_stream(rows, busy)
     busy.work.append(refuse)
-    assert torch.equal(transfers.download(rows, transfers.mark(busy)), ~picture)
+    assert torch.equal(transfers.download(rows, transfers.mark(busy)), ~source)
 
 
 @pytest.mark.parametrize("streams", [2, 1])
-def test_a_hit_does_not_wait_for_somebody_elses_stream(
+def test_a_hit_does_not_wait_for_another_callers_stream(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, streams: int
 ) -> None:
     transfers, lane, busy, consumer = CudaTransfers(GPU, "stream"), CudaLane(GPU, 0), Stream(), Stream()
     if streams == 1:
         transfers._up = transfers._down  # the control
     with lane.entered():
-        rows: Any = gpu.tower(lane.upload(pictures(0)[0]))
+        rows: Any = gpu.tower(lane.upload(random_inputs(0)[0]))
         lane.make_consumer_wait(busy)
         lane.record_stream(rows, busy)
     busy.work.append(refuse)
     with monkeypatch.context() as patch:
-        patch.setattr(Event, "synchronize", lambda _: None)  # as if another thread still waited there
+        patch.setattr(Event, "synchronize", lambda _: None)  # as if another thread were still waiting
         transfers.download(rows, transfers.mark(busy))
-    transfers.upload(result_of(pictures(1)[0]), consumer)
+    transfers.upload(result_of(random_inputs(1)[0]), consumer)
     if streams == 1:
-        with pytest.raises(AssertionError, match="nobody may wait for this"):
+        with pytest.raises(AssertionError, match="this must not be waited for"):
             consumer.synchronize()
     else:
         consumer.synchronize()
@@ -667,17 +516,17 @@ def test_a_hit_does_not_wait_for_somebody_elses_stream(
 # --- after a failed job ------------------------------------------------------------------------------
 
 
-def test_settling_lets_nothing_of_a_failed_job_run_on(gpu: Gpu) -> None:
+def test_drain_waits_for_all_work_of_a_failed_job(gpu: Gpu) -> None:
     lane = CudaLane(GPU, 0)
     with lane.entered():
-        gpu.tower(lane.upload(pictures(0)[0]))
+        gpu.tower(lane.upload(random_inputs(0)[0]))
         assert lane.drain()
         assert gpu.stream.done == len(gpu.stream.work) == 2
 
 
 @pytest.mark.parametrize("call", ["record", "synchronize"])
 @pytest.mark.parametrize(("reports", "usable"), [(1, True), (10**6, False)])
-def test_an_error_is_reported_once_unless_the_context_is_spoilt(
+def test_drain_survives_one_error_and_reports_a_lost_context(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, call: str, reports: int, usable: bool
 ) -> None:
     lane, left = CudaLane(GPU, 0), [reports]
@@ -690,7 +539,7 @@ def test_an_error_is_reported_once_unless_the_context_is_spoilt(
         real(event, *arguments)
 
     with lane.entered():
-        gpu.tower(lane.upload(pictures(0)[0]))
+        gpu.tower(lane.upload(random_inputs(0)[0]))
         monkeypatch.setattr(Event, call, reporting)
         assert lane.drain() is usable
         assert gpu.stream.done == (2 if usable else 0)

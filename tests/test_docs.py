@@ -45,8 +45,9 @@ from mm_encoder.errors import DeadlineExceededError
 from mm_encoder.families.family import Family
 from mm_encoder.families.registry import FAMILIES
 
-from .engine.test_scheduler import enter, job, opened, run_one, started, take
-from .helpers import until
+from .helpers.jobs import enter, job, opened, run_one, take
+from .helpers.threads import started
+from .helpers.waiting import until
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -1,4 +1,4 @@
-"""The host's state: whatever it is set to, results are the same, and it is found as it was left."""
+"""The state of the process (Torch, Pillow, NumPy, signals, ...): it changes no result and is not changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import GOLDEN
+from .helpers.waiting import HANG
 
 PROGRAM = """
     import asyncio, gc, hashlib, io, logging, os, random, signal, sys, threading, warnings
@@ -18,7 +19,7 @@ PROGRAM = """
     import torch
     from PIL import Image, ImageFile
 
-    # The order of additions in a matrix product depends on it, so both hosts have it.
+    # The order of additions in a matrix product depends on it, so both processes set it.
     torch.set_num_threads(1)
 
     def files():
@@ -31,7 +32,7 @@ PROGRAM = """
         yield Image.fromarray(image)
         yield image.astype(np.float32) / 255
 
-    def grumble(*_):
+    def refuse(*_):
         raise SystemExit("a hook was called")
 
     IMAGES = list(files())
@@ -45,12 +46,12 @@ PROGRAM = """
         torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
         ImageFile.LOAD_TRUNCATED_IMAGES = True
         Image.MAX_IMAGE_PIXELS = 1
-        Image.init = Image.preinit = grumble
+        Image.init = Image.preinit = refuse
         np.seterr(all="raise")
         random.seed(7)
         np.random.seed(7)
-        sys.excepthook = threading.excepthook = grumble
-        signal.signal(signal.SIGUSR1, grumble)
+        sys.excepthook = threading.excepthook = refuse
+        signal.signal(signal.SIGUSR1, refuse)
         logging.basicConfig(level=logging.ERROR, handlers=[logging.NullHandler()])
         logging.raiseExceptions = True
         warnings.simplefilter("error")
@@ -114,7 +115,7 @@ PROGRAM = """
             except mm_encoder.MediaDecodeError as error:
                 digest.update(str(error).encode())
             else:
-                sys.exit("half an image was taken for one")
+                sys.exit("a truncated image was accepted")
     after = state()
     changed = [name for name in before if before[name] != after[name]]
     print(digest.hexdigest(), *changed)
@@ -126,7 +127,7 @@ def outcome(host: str) -> str:
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(GOLDEN), host],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=2 * HANG,
         check=False,
         cwd=Path(__file__).parent,
     )
@@ -139,9 +140,9 @@ def friendly() -> str:
     return outcome("friendly")
 
 
-def test_a_friendly_host_is_left_as_it_was(friendly: str) -> None:
-    assert len(friendly.split()) == 1  # the digest, and no name of what was changed
+def test_the_default_state_of_a_process_is_unchanged(friendly: str) -> None:
+    assert len(friendly.split()) == 1  # the digest, and no name of a changed state
 
 
-def test_a_hostile_host_gets_the_same_bits_and_is_left_as_it_was(friendly: str) -> None:
+def test_unusual_process_state_gives_the_same_bits_and_is_unchanged(friendly: str) -> None:
     assert outcome("hostile") == friendly

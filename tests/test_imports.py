@@ -1,4 +1,4 @@
-"""The package's layers: imports go left only, and importing does nothing."""
+"""The layers of the package: imports point to earlier layers only, and importing has no side effects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "mm_encoder"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "mm_encoder"
 
 # Each group may import from itself and from the groups before it; see "Layers" in CONTRIBUTING.md.
 LAYERS = [
@@ -34,13 +35,13 @@ FORBIDDEN |= {("engine", "families"), ("families", "device"), ("cache", "familie
 
 
 def imported_parts(path: Path, package: Path) -> set[str]:
-    """The top-level parts of mm_encoder that a module imports, wherever in it."""
+    """Return the top-level parts of mm_encoder that a module imports, at any level of nesting."""
     inside = path.relative_to(package).parts
     parts = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             if node.level:
-                # One dot is the module's own package, each further dot the one above.
+                # One dot is the package of the module, each further dot the parent package.
                 base = list(inside[:-1])[: len(inside) - node.level]
                 names = [*base, *(node.module.split(".") if node.module else [])]
                 parts |= {names[0]} if names else {alias.name for alias in node.names}
@@ -97,12 +98,12 @@ def test_the_contributors_guide_has_the_same_layers() -> None:
     assert found == FORBIDDEN
 
 
-def test_every_part_has_its_layer() -> None:
+def test_every_part_has_a_layer() -> None:
     parts = {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in PACKAGE.rglob("*.py")}
     assert parts == set(RANK)
 
 
-def test_a_family_is_small_and_none_is_asked_for_elsewhere() -> None:
+def test_families_are_under_250_lines_and_named_only_in_families() -> None:
     for path in PACKAGE.rglob("*.py"):
         lines = path.read_text().splitlines()
         if path.parent.name == "families":
@@ -127,3 +128,34 @@ def test_importing_starts_no_thread_and_no_cuda() -> None:
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stderr) == (0, "")
+
+
+def imported_test_modules(source: str) -> list[str]:
+    """Return the test modules that a module imports, at any level of nesting."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module or ''}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    files = {path.stem for path in TESTS.rglob("test_*.py")}
+    return [name for name in names if files.intersection(name.split("."))]
+
+
+def test_no_test_module_imports_from_another() -> None:
+    """Shared parts belong to tests/helpers or a conftest.py."""
+    found = {path: imported_test_modules(path.read_text()) for path in TESTS.rglob("*.py")}
+    assert {path.relative_to(TESTS).as_posix(): names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from .test_imports import LAYERS",
+        "from . import test_imports",
+        "def late():\n    from ..engine.test_worker import owner",
+        "import tests.test_imports as other",
+    ],
+)
+def test_an_import_from_a_test_module_is_seen(line: str) -> None:
+    assert imported_test_modules(line) != []

@@ -25,7 +25,7 @@ import install_wheel
 from mm_encoder import _native
 from mm_encoder._manifest import host_runtime
 
-from .test_manifest import EXACT, PURE, RANGE, here
+from .helpers.manifests import EXACT, PURE, RANGE, here
 
 ROOT = Path(install_wheel.__file__).parent
 DAMAGES = ("cut", "changed", "lzma", "empty", "a folder")

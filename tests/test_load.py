@@ -1,4 +1,4 @@
-"""Many callers, many kinds of images, some of them bad, some of them no longer wanted: all at once."""
+"""Many callers at once, with many kinds of images, some of them bad and some of them cancelled."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ import torch
 
 from mm_encoder import Encoder, ImageResult, MediaError
 
-from .helpers import noise, saved, until
+from .helpers.images import noise, saved
+from .helpers.waiting import HANG, until
 
 IMAGES, CALLERS, REPLICAS = 2000, 16, 4
 
 
 @dataclass
 class Item:
-    """An image, and what a sequential run makes of it: rows or an error."""
+    """An image, and its outcome in a sequential run: rows or an error."""
 
     image: Any
     result: ImageResult | None = None
@@ -36,35 +37,35 @@ class Item:
 
 
 def kinds(seed: int, folder: Path) -> list[Any]:
-    """One picture of each of ten kinds; their sizes differ from seed to seed."""
+    """Return one image in each of ten kinds; the size depends on the seed."""
     width, height = 20 + 7 * seed, 90 - 9 * seed
-    picture = noise(width, height, seed=seed)
+    image = noise(width, height, seed=seed)
     path = folder / f"{seed}.jpg"
-    path.write_bytes(saved(picture, "JPEG", quality=80))
+    path.write_bytes(saved(image, "JPEG", quality=80))
     return [
-        saved(picture, "JPEG"),
-        saved(picture.convert("L"), "JPEG"),
-        saved(picture, "JPEG", progressive=True),
-        saved(picture, "PNG"),
+        saved(image, "JPEG"),
+        saved(image.convert("L"), "JPEG"),
+        saved(image, "JPEG", progressive=True),
+        saved(image, "PNG"),
         saved(noise(width, height, "RGBA", seed), "PNG"),
-        saved(picture.quantize(), "GIF"),
-        saved(picture, "WEBP", lossless=True),
-        "data:image/bmp;base64," + base64.b64encode(saved(picture, "BMP")).decode(),
+        saved(image.quantize(), "GIF"),
+        saved(image, "WEBP", lossless=True),
+        "data:image/bmp;base64," + base64.b64encode(saved(image, "BMP")).decode(),
         path,
-        np.asarray(picture),
+        np.asarray(image),
     ]
 
 
-def spoilt(image: Any, chance: random.Random) -> bytes:
-    """What is left of an image on a bad line: cut, or full of holes at its start, or nothing."""
+def damaged(image: Any, chance: random.Random) -> bytes:
+    """Damage an image as a bad connection does: truncated, zeros at its start, empty, or an error page."""
     data = image if isinstance(image, bytes) else saved(noise(40, 40), "PNG")
     return chance.choice([data[: len(data) // 2], bytes(20) + data[20:], b"", b"<html>503</html>"])
 
 
 def sequential(checkpoint: Path, folder: Path, chance: random.Random) -> list[Item]:
-    """Distinct items, a tenth of them bad, encoded one after the other."""
+    """Return distinct items, a tenth of them bad, each encoded alone."""
     items = [Item(image) for seed in range(9) for image in kinds(seed, folder)]
-    items += [Item(spoilt(item.image, chance)) for item in items[:: len(items) // 10]]
+    items += [Item(damaged(item.image, chance)) for item in items[:: len(items) // 10]]
     with Encoder(checkpoint, device="cpu") as encoder:
         for item in items:
             try:
@@ -76,7 +77,7 @@ def sequential(checkpoint: Path, folder: Path, chance: random.Random) -> list[It
 
 
 class Caller:
-    """One thread's share of the work, and what did not come out as it should."""
+    """The share of one thread, and its wrong outcomes."""
 
     def __init__(self, encoder: Encoder, share: list[Item], seed: int) -> None:
         self.encoder, self.share, self.chance = encoder, share, random.Random(seed)
@@ -99,7 +100,7 @@ class Caller:
             self.wrong.append(f"wanted {item.error or item.result}, got {outcome!r}")
 
     def generate(self) -> None:
-        """Calls of one to six images; a bad one among them is what the call raises."""
+        """Encode in calls of one to six images; a call with a bad image raises its error."""
         while self.share:
             taken = [self.share.pop() for _ in range(min(len(self.share), self.chance.randint(1, 6)))]
             bad = [index for index, item in enumerate(taken) if item.error]
@@ -114,7 +115,7 @@ class Caller:
                     self.check(item, result)
 
     def submit(self) -> None:
-        """Up to ten images in flight, of which one in ten is cancelled at some moment."""
+        """Encode with up to ten images in flight, one in ten of them cancelled at a random time."""
         waiting: list[tuple[Item, Future[ImageResult]]] = []
         while self.share or waiting:
             if self.share and len(waiting) < 10:
@@ -125,10 +126,10 @@ class Caller:
             if self.chance.random() < 0.1 and future.cancel():
                 self.cancelled += 1
                 continue
-            self.check(item, future.exception(timeout=60) or future.result(timeout=0))
+            self.check(item, future.exception(timeout=HANG) or future.result(timeout=0))
 
     def tasks(self) -> None:
-        """Twenty tasks on an event loop; one image in ten is given up after a moment."""
+        """Encode in twenty tasks on an event loop; one image in ten has a very short timeout."""
 
         async def task() -> None:
             while self.share:
@@ -148,7 +149,9 @@ class Caller:
         asyncio.run(main())
 
 
-def test_everyone_gets_their_own_rows_and_nothing_is_left(glm53_checkpoint: Path, tmp_path: Path) -> None:
+def test_concurrent_callers_get_their_own_rows_and_nothing_is_left(
+    glm53_checkpoint: Path, tmp_path: Path
+) -> None:
     chance = random.Random(5)
     items = sequential(glm53_checkpoint, tmp_path, chance)
     work = [chance.choice(items) for _ in range(IMAGES)]
@@ -170,7 +173,7 @@ def test_everyone_gets_their_own_rows_and_nothing_is_left(glm53_checkpoint: Path
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(150)
+            thread.join(HANG)
             assert not thread.is_alive()
         assert faults == []
         assert [wrong for caller in callers for wrong in caller.wrong] == []
@@ -190,7 +193,7 @@ def test_everyone_gets_their_own_rows_and_nothing_is_left(glm53_checkpoint: Path
 # --- memory under overload ---------------------------------------------------------------------------
 
 DEPTH, WORKERS, SIDE = 8, 2, 4096
-PICTURE = 3 * SIDE * SIDE
+IMAGE_BYTES = 3 * SIDE * SIDE
 
 OVERLOAD = """
     import io, sys, threading
@@ -210,10 +213,10 @@ OVERLOAD = """
     with Encoder(checkpoint, device="cpu", queue_depth=depth, preprocess_workers=2) as encoder:
         encoder.generate(Image.new("RGB", (64, 64)))
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak counts from here
+            file.write("5")  # resets the peak
         before = memory("VmRSS")
         threads = [threading.Thread(target=encoder.submit, args=(data,)) for _ in range(10 * depth)]
-        if ways == "control":  # decoded by whoever calls, as if nothing were bounded
+        if ways == "control":  # each caller decodes, without any bound
             def decode():
                 kept.append(numpy.array(Image.open(io.BytesIO(data))))
             kept = []
@@ -228,13 +231,13 @@ OVERLOAD = """
 
 
 def peak(checkpoint: Path, way: str) -> int:
-    """Bytes by which the peak of a process of its own rises under ten times the load that fits."""
+    """Return by how many bytes the peak memory of a new process rises under ten times the load that fits."""
     program = textwrap.dedent(OVERLOAD)
     run = subprocess.run(
         [sys.executable, "-c", program, str(checkpoint), str(DEPTH), str(SIDE), way],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=2 * HANG,
         check=False,
     )
     assert (run.returncode, run.stderr) == (0, "")
@@ -242,6 +245,8 @@ def peak(checkpoint: Path, way: str) -> int:
 
 
 @pytest.mark.parametrize("way", ["submit", "control"])
-def test_peak_memory_follows_the_bounds_and_not_the_callers(glm53_checkpoint: Path, way: str) -> None:
-    within = peak(glm53_checkpoint, way) < (DEPTH + WORKERS) * PICTURE + 64 * 1024**2
+def test_peak_memory_follows_the_bounds_and_not_the_number_of_callers(
+    glm53_checkpoint: Path, way: str
+) -> None:
+    within = peak(glm53_checkpoint, way) < (DEPTH + WORKERS) * IMAGE_BYTES + 64 * 1024**2
     assert within == (way == "submit")

@@ -17,6 +17,8 @@ import install_wheel
 from mm_encoder import RuntimeMismatchError, _manifest, _native, runtime
 from mm_encoder._manifest import check, host_runtime, mismatches
 
+from .helpers.manifests import EXACT, PURE, RANGE, here
+
 HOST = {
     "python": "3.12.1",
     "python_abi": "cpython-312",
@@ -27,19 +29,6 @@ HOST = {
     "cuda": "13.0",
     "cxx_abi": "1",
 }
-RANGE: dict[str, Any] = {
-    "format": 1,
-    "version": "0.1.0",
-    "native": True,
-    "python": ">=3.11",
-    "python_abi": "none",
-    "torch": ">=2.11",
-    "machine": "x86_64",
-    "libc": "glibc 2.17",
-    "policy": "manylinux_2_17_x86_64",
-}
-EXACT = RANGE | {"exact": True, "torch_version": "2.12.1+cu130", "cuda": "13.0", "cxx_abi": "1"}
-PURE = RANGE | {"native": False, "machine": "any", "libc": "any", "policy": "any"}
 
 
 @pytest.mark.parametrize(
@@ -136,12 +125,6 @@ def test_the_installer_has_the_same_rules() -> None:
 
 
 # --- at import ---------------------------------------------------------------------------------------
-
-
-def here(**changes: object) -> dict[str, Any]:
-    """A manifest that fits this host, but for the changes."""
-    host = host_runtime(import_torch=True)
-    return EXACT | {name: host[name] for name in EXACT.keys() & host.keys() - {"python", "torch"}} | changes
 
 
 def library_with(folder: Path, manifest: object, library: bool = True) -> Path:

@@ -36,7 +36,7 @@ from mm_encoder.media.patches import Bicubic, patchify, resize_and_patchify
 from mm_encoder.media.picture import Picture, Pixels
 
 from .conftest import GOLDEN
-from .helpers import decoded, ihdr, noise, png_chunk, png_file, png_rows, saved
+from .helpers.images import decoded, ihdr, noise, png_chunk, png_file, png_rows, saved
 
 pytestmark = pytest.mark.needs_native
 NATIVE = Path(__file__).parent.parent / "native"

@@ -1,4 +1,4 @@
-"""Plans without weights: from a header, from a size, and the reference's inputs."""
+"""Plans from a header or a size, and the model inputs, without weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def jpeg(width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_header_a_size_and_the_encoder_agree(glm53_checkpoint: Path) -> None:
+def test_plans_from_a_header_and_from_a_size_match_the_encoder(glm53_checkpoint: Path) -> None:
     planner = MediaPlanner(glm53_checkpoint)
     with Encoder(glm53_checkpoint, device="cpu") as encoder:
         for size in [(1, 1), (640, 480), (33, 700), (56, 56)]:
@@ -41,7 +41,7 @@ def test_a_header_a_size_and_the_encoder_agree(glm53_checkpoint: Path) -> None:
             assert plan.original_size == metadata.original_size == size
 
 
-def test_no_weights_are_needed(glm53_checkpoint: Path, tmp_path: Path) -> None:
+def test_planning_needs_no_weights(glm53_checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(glm53_checkpoint, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     planner = MediaPlanner(tmp_path / "bare", model="name")
     assert planner.model == planner.plan((50, 50)).model == "name"
@@ -49,7 +49,7 @@ def test_no_weights_are_needed(glm53_checkpoint: Path, tmp_path: Path) -> None:
     assert planner.plan((50, 50)).preprocessing_hash == planner.preprocessing_hash
 
 
-def test_only_the_header_is_read(glm53_checkpoint: Path) -> None:
+def test_planning_reads_only_the_header(glm53_checkpoint: Path) -> None:
     planner = MediaPlanner(glm53_checkpoint)
     whole = jpeg(1920, 1080)
     start_of_scan = whole.index(b"\xff\xda")
@@ -81,12 +81,12 @@ def test_inputs_have_the_references_shape_and_dtype(glm53_checkpoint: Path, dtyp
         (("5", "5"), TypeError),
     ],
 )
-def test_an_impossible_size_raises(glm53_checkpoint: Path, size: Any, error: type[Exception]) -> None:
+def test_an_invalid_size_raises(glm53_checkpoint: Path, size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="width|height|size"):
         MediaPlanner(glm53_checkpoint).plan(size)
 
 
-def test_what_the_encoder_would_refuse_is_refused(glm53_checkpoint: Path) -> None:
+def test_the_planner_refuses_what_the_encoder_refuses(glm53_checkpoint: Path) -> None:
     planner = MediaPlanner(glm53_checkpoint)
     with pytest.raises(MediaDecodeError):
         planner.plan(b"nothing")
@@ -101,14 +101,14 @@ class Untouchable(np.ndarray):
         raise AssertionError("the pixels were read")
 
 
-def test_arrays_and_pillow_images_are_not_read(glm53_checkpoint: Path) -> None:
+def test_planning_reads_no_pixels_of_arrays_and_pillow_images(glm53_checkpoint: Path) -> None:
     planner = MediaPlanner(glm53_checkpoint)
     whole = jpeg(640, 480)
     exif = Image.Exif()
     exif[0x0112] = 6
     buffer = io.BytesIO()
     Image.open(io.BytesIO(whole)).save(buffer, "JPEG", exif=exif)
-    opened = Image.open(io.BytesIO(buffer.getvalue()[:-2000]))  # loading it would fail
+    opened = Image.open(io.BytesIO(buffer.getvalue()[:-2000]))  # truncated, so that loading it would fail
     assert planner.plan(opened).original_size == (480, 640)
     stored = ImageOptions(exif_orientation=False)
     assert planner.plan(opened, image_options=stored).original_size == (640, 480)
@@ -118,7 +118,7 @@ def test_arrays_and_pillow_images_are_not_read(glm53_checkpoint: Path) -> None:
         planner.plan(whole, image_options=6)  # type: ignore[arg-type]
 
 
-def test_the_sizes_of_every_kind_of_image_agree(glm53_checkpoint: Path, tmp_path: Path) -> None:
+def test_every_kind_of_image_gives_the_same_size(glm53_checkpoint: Path, tmp_path: Path) -> None:
     planner = MediaPlanner(glm53_checkpoint)
     data = jpeg(33, 70)
     (tmp_path / "x.jpg").write_bytes(data)
@@ -137,7 +137,7 @@ def test_the_sizes_of_every_kind_of_image_agree(glm53_checkpoint: Path, tmp_path
         assert len(inputs["pixel_values"]) == np.prod(plan.grid_thws[0])
 
 
-def test_limits_are_the_callers(glm53_checkpoint: Path) -> None:
+def test_limits_are_configurable(glm53_checkpoint: Path) -> None:
     assert MediaPlanner(glm53_checkpoint, limits=MediaLimits(max_pixels=10**10)).plan(
         np.broadcast_to(np.uint8(0), (50_000, 50_000))
     )

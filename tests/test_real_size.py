@@ -1,4 +1,4 @@
-"""The released sizes with random weights: the heavy tests (up to about 3 GB each)."""
+"""The released model sizes with random weights: heavy tests (up to about 3 GB each)."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ RELEASED = [
 ]
 
 
-class Asked(Exception):
-    """What a tower asks of its checkpoint, taken at the point where it asks."""
+class Requested(Exception):
+    """Carries the tensors that a tower loads from its checkpoint, raised in place of loading them."""
 
     def __init__(self, wanted: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Asked(Exception):
 
 
 def released_checkpoint(folder: Path, name: str, vision: dict[str, Any], width: int, count: int) -> None:
-    """The fixture's config files with the released numbers, and random weights in bfloat16."""
+    """Write the config files of the fixture with the released sizes, and random bfloat16 weights."""
     config = json.loads((GOLDEN / name / "checkpoint" / "config.json").read_text())
     config["vision_config"] |= vision
     config["text_config"]["hidden_size"] = width
@@ -79,16 +79,16 @@ def released_checkpoint(folder: Path, name: str, vision: dict[str, Any], width: 
         patch.setattr(Checkpoint, "shape", lambda *_: None)
         patch.setattr(Checkpoint, "only_prefix", lambda *_: "model.visual.")
 
-        def ask(_: Checkpoint, wanted: Mapping[str, torch.Tensor], *__: Any) -> None:
-            raise Asked(wanted)
+        def request(_: Checkpoint, wanted: Mapping[str, torch.Tensor], *__: Any) -> None:
+            raise Requested(wanted)
 
-        patch.setattr(Checkpoint, "load", ask)
-        with pytest.raises(Asked) as asked:
+        patch.setattr(Checkpoint, "load", request)
+        with pytest.raises(Requested) as requested:
             load_family(folder)[1].build_tower(torch.device("cpu"), torch.bfloat16)
-    assert len(asked.value.wanted) == count
+    assert len(requested.value.wanted) == count
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for tensor, like in asked.value.wanted.items():
+    for tensor, like in requested.value.wanted.items():
         value = torch.empty(like.shape, dtype=torch.bfloat16)
         value.normal_(0, 0.02 if like.ndim > 1 else 0.1, generator=generator)
         tensors[tensor] = value + 1 if "norm" in tensor and tensor.endswith("weight") else value

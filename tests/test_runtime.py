@@ -1,4 +1,4 @@
-"""How many CPUs this process may use, on machines that are written down as folders."""
+"""The number of usable CPUs, with the /proc and /sys of a machine written to a folder."""
 
 from __future__ import annotations
 
@@ -64,10 +64,14 @@ V1 = "12:memory:/box\n5:cpu,cpuacct:/box\n1:name=systemd:/box\n0::/box\n"
         ),
     ],
 )
-def test_affinity_is_cut_by_every_quota_above(tmp_path: Path, files: dict[str, str], cpus: int) -> None:
+def test_every_cgroup_quota_above_limits_the_affinity(
+    tmp_path: Path, files: dict[str, str], cpus: int
+) -> None:
     assert usable_cpus(write(tmp_path, files)) == cpus
 
 
-def test_affinity_counts_and_not_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_affinity_counts_and_not_the_cpus_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
     assert usable_cpus(tmp_path) == 1

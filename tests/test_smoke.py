@@ -1,6 +1,6 @@
 """smoke/ as its users run it, and faults that it must find.
 
-Run as a script it is those faults: each is put into the package, and smoke run on it, in one process.
+Run as a script, this file patches each fault into the package and runs smoke/ on it, all in one process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROW = re.compile(r"(.+?) +(passed|FAILED|skipped) +[0-9.]+ s(?:  (.*))?")
 
 
 def run(*command: object, cwd: Path = SMOKE.parent) -> subprocess.CompletedProcess[str]:
-    """`python -I COMMAND...`, without what the environment would add to a pytest run."""
+    """Run `python -I COMMAND...` without the environment variables that change a pytest run."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, "-I", *map(str, command)],
@@ -43,13 +43,13 @@ def run(*command: object, cwd: Path = SMOKE.parent) -> subprocess.CompletedProce
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,  # only ends a hang; a script cannot import helpers/waiting.py
         check=False,
     )
 
 
 def table(output: str) -> dict[str, tuple[str, str]]:
-    """The table at the end: result and remark of each check."""
+    """Return result and remark of each check, from the table at the end of the output."""
     matches = map(ROW.fullmatch, output.splitlines())
     return {match[1]: (match[2], match[3] or "") for match in matches if match}
 
@@ -82,7 +82,7 @@ def test_a_copy_of_the_folder_passes_on_the_cpu_and_names_what_it_skips(tmp_path
     assert not list(tmp_path.rglob(".pytest_cache"))
 
 
-def test_a_checkpoint_brings_no_settings_and_fixtures_from_around_it(glm53_checkpoint: Path) -> None:
+def test_settings_and_fixtures_beside_a_checkpoint_are_ignored(glm53_checkpoint: Path) -> None:
     done = run("-m", "pytest", "smoke", "--checkpoint", glm53_checkpoint, "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^rootdir: .*smoke\nconfigfile: pytest.ini$", done.stdout, re.MULTILINE)
@@ -97,7 +97,7 @@ def test_an_engine_that_is_not_installed_fails_the_run() -> None:
     assert table(done.stdout) == {}
 
 
-# What an engine may do on import: warn, and find out that it comes too late.
+# An engine that warns on import and detects that torch was imported before it.
 ENGINE = """
 import sys, warnings
 warnings.warn("from an engine", DeprecationWarning)
@@ -122,7 +122,7 @@ def test_an_engine_is_imported_first(tmp_path: Path, body: str) -> None:
         assert "--import-engine vllm: it cannot be imported here (SystemExit: no GPU here)" in done.stderr
 
 
-def test_a_device_that_is_not_there_fails_the_run() -> None:
+def test_a_missing_device_fails_the_run() -> None:
     done = run("-m", "pytest", "smoke", "--device", "cuda:99")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--device cuda:99: Torch sees" in done.stderr
@@ -134,7 +134,7 @@ Around = Callable[..., Any]
 
 
 def around(owner: Any, name: str, wrapper: Around) -> Any:
-    """A patch: `owner.name(...)` becomes `wrapper(original, ...)`."""
+    """Patch `owner.name(...)` to call `wrapper(original, ...)`."""
     original = getattr(owner, name)
     return mock.patch.object(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
@@ -147,7 +147,7 @@ def never_twice_the_same(forward: Around, *args: Any) -> torch.Tensor:
     return rows + 1e-3 * next(calls)
 
 
-def turned_in_bfloat16(forward: Around, *args: Any) -> torch.Tensor:
+def reversed_in_bfloat16(forward: Around, *args: Any) -> torch.Tensor:
     rows: torch.Tensor = forward(*args)
     return rows.flip(1) if rows.dtype == torch.bfloat16 else rows
 
@@ -207,8 +207,8 @@ FAULTS: dict[str, tuple[list[tuple[Any, str, Around]], set[str]]] = {
             *MALFORMED,
         },
     ),
-    "bfloat16 rows are turned round": (
-        [(GlmTower, "forward", turned_in_bfloat16)],
+    "bfloat16 rows are reversed": (
+        [(GlmTower, "forward", reversed_in_bfloat16)],
         {"float32 and bfloat16 rows are finite and agree"},
     ),
     "plans are a row too long": (

@@ -1,4 +1,4 @@
-"""Memory over many images: nothing grows with their number. SOAK=1 (`make soak`) runs ten times as many."""
+"""Memory does not grow with the number of images. SOAK=1 (`make soak`) encodes ten times as many."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from .helpers import ABUSE, noise, saved
+from .helpers.abuse import ABUSE
+from .helpers.images import noise, saved
+from .helpers.waiting import HANG
 
 SCALE = 10 if os.environ.get("SOAK") else 1
-KIB_AN_IMAGE = 1.0
+KIB_PER_IMAGE = 1.0
 
 PROGRAM = """
     import ctypes, gc, sys
@@ -28,7 +30,7 @@ PROGRAM = """
 
     def resident():
         gc.collect()
-        trim(0)  # what the allocator only keeps for later is no leak
+        trim(0)  # memory that the allocator keeps for reuse is no leak
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4  # KiB
 
@@ -41,8 +43,8 @@ PROGRAM = """
                 pass
             kept.append(bytearray(int(leak)))
 
-    def pictures():
-        if folder:  # each is new to the cache, whose tiers are full before it has warmed up
+    def next_images():
+        if folder:  # each is a miss, and both tiers are full before the warm-up ends
             return list(random.integers(0, 256, (25, 40, 40, 3), numpy.uint8))
         return (images * 25)[:25]
 
@@ -53,7 +55,7 @@ PROGRAM = """
         while done < int(count) * 1.5:
             if done >= int(count) * 0.5:  # the first third warms up
                 samples.append((done, resident()))
-            run(pictures())
+            run(next_images())
             done += 25
         assert encoder.stats().in_flight == 0
         if cache:
@@ -66,17 +68,17 @@ PROGRAM = """
 
 
 def slope(checkpoint: Path, files: list[Path], count: int, leak: int = 0, cache: Path | None = None) -> float:
-    """KiB by which a process of its own grows with each of `count` images after it has warmed up."""
+    """Return by how many KiB per image a new process grows over `count` images, after a warm-up."""
     program = textwrap.dedent(PROGRAM)
     arguments = [str(checkpoint), str(count), str(leak), str(cache or ""), *map(str, files)]
     run = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=2 * HANG,
         check=False,
-        # Torch's threads wait for each other in busy loops, which is slow beside other busy processes. An
-        # arena for every few threads fills up at its own pace, which a short run takes for growth.
+        # Torch's threads wait for each other in busy loops, which is slow beside other busy processes. Each
+        # malloc arena fills up slowly, which looks like growth in a short run.
         env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
     )
     assert (run.returncode, run.stderr) == (0, "")
@@ -111,18 +113,18 @@ def test_memory_does_not_grow_with_the_number_of_images(
 ) -> None:
     files = {"good": good, "bad": bad, "animated": [ABUSE / "D30_anim.gif", ABUSE / "D30_anim.webp"]}
     grown = slope(glm53_checkpoint, files[kind], count * SCALE)
-    print(f"\n{kind}: {count * SCALE} images, {grown * 1024:+.0f} bytes an image")
-    assert grown < KIB_AN_IMAGE
+    print(f"\n{kind}: {count * SCALE} images, {grown * 1024:+.0f} bytes per image")
+    assert grown < KIB_PER_IMAGE
 
 
-def test_memory_does_not_grow_with_the_number_of_pictures_that_a_cache_has_seen(
+def test_memory_does_not_grow_with_the_number_of_images_cached(
     glm53_checkpoint: Path, tmp_path: Path
 ) -> None:
     count = 1000 * SCALE
     grown = slope(glm53_checkpoint, [], count, cache=tmp_path / "cache")
-    print(f"\ncached: {count} distinct images, {grown * 1024:+.0f} bytes an image")
-    assert grown < KIB_AN_IMAGE
+    print(f"\ncached: {count} distinct images, {grown * 1024:+.0f} bytes per image")
+    assert grown < KIB_PER_IMAGE
 
 
-def test_a_leak_of_four_kib_an_image_is_seen(glm53_checkpoint: Path, good: list[Path]) -> None:
-    assert slope(glm53_checkpoint, good, 300, leak=4096) > 2 * KIB_AN_IMAGE
+def test_a_leak_of_four_kib_per_image_is_detected(glm53_checkpoint: Path, good: list[Path]) -> None:
+    assert slope(glm53_checkpoint, good, 300, leak=4096) > 2 * KIB_PER_IMAGE

@@ -29,7 +29,7 @@ from mm_encoder.cache.ledger import Ledger
 from mm_encoder.cache.upkeep import clear
 from mm_encoder.errors import CacheLockedError
 
-from ..helpers import until
+from ..helpers.waiting import until
 from .conftest import BUDGET, MIB, bytes_in, entry, key, put, same
 
 ROUNDS = 200 if os.environ.get("FUZZ") else 20

@@ -23,7 +23,7 @@ from mm_encoder.families.weights import Checkpoint
 from mm_encoder.pipeline import ImagePipeline
 
 from ..conftest import GOLDEN
-from ..helpers import case
+from ..helpers.abuse import case
 from .conftest import rewritten, tensors
 
 CHECKPOINT = GOLDEN / "glm53" / "checkpoint"

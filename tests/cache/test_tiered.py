@@ -16,7 +16,7 @@ from mm_encoder.cache.entry import DiskStats, Entry
 from mm_encoder.cache.key import Keys
 from mm_encoder.cache.tiered import Cache
 
-from ..helpers import until
+from ..helpers.waiting import until
 
 pytestmark = pytest.mark.threads
 

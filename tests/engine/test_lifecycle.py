@@ -11,7 +11,7 @@ from mm_encoder.engine.scheduler import Scheduler
 from mm_encoder.engine.worker import owned_thread
 from mm_encoder.errors import EncoderClosedError
 
-HANG_S = 300
+from ..helpers.waiting import HANG
 
 
 def test_no_thread_starts_once_the_group_is_stopped() -> None:
@@ -31,9 +31,9 @@ def test_threads_of_the_group_that_stop_it_at_once_are_joined_by_one_other() -> 
     together, done = threading.Barrier(4), threading.Event()
 
     def stop() -> None:
-        together.wait(HANG_S)
+        together.wait(HANG)
         group.stop(drain=True)
-        done.wait(HANG_S)
+        done.wait(HANG)
 
     own = [owned_thread(scheduler, stop, f"own {index}") for index in range(4)]
     for thread in own:

@@ -1,4 +1,4 @@
-"""The cap on preprocessing over all encoders of a process."""
+"""The limit on preprocessing threads over all encoders of a process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from mm_encoder.engine import preprocess
 from mm_encoder.families.glm53 import Glm53
 from mm_encoder.runtime import usable_cpus
 
+from ..helpers.waiting import HANG
+
 pytestmark = pytest.mark.threads
 
 IMAGE = np.zeros((30, 30, 3), np.uint8)
 
 
-class Crowd:
-    """Counts how many images are prepared at a time; each waits a little for others to come."""
+class Concurrency:
+    """Counts how many images are prepared at once; each waits a little for others to arrive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, enough: int) -> None:
         self.now = self.most = 0
@@ -49,21 +51,23 @@ class Crowd:
 
 
 @pytest.mark.parametrize("cap", [1, 2, 100])
-def test_encoders_share_one_cap(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cap: int) -> None:
-    """With a cap that does not bind, the control, all of them work at a time."""
+def test_encoders_share_one_limit_on_preprocessing(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cap: int
+) -> None:
+    """100 is the control: a limit that does not bind lets all six threads work at once."""
     monkeypatch.setattr(preprocess, "_CPUS", threading.BoundedSemaphore(cap))
-    crowd = Crowd(monkeypatch, enough=min(cap, 6))
+    seen = Concurrency(monkeypatch, enough=min(cap, 6))
     with ExitStack() as stack:
         encoders = [
             stack.enter_context(Encoder(glm53_checkpoint, device="cpu", preprocess_workers=2, queue_depth=8))
             for _ in range(3)
         ]
         futures: list[Future[ImageResult]] = [encoder.submit(IMAGE) for _ in range(6) for encoder in encoders]
-        assert all(future.result(timeout=60) for future in futures)
-    assert crowd.most == min(cap, 6)
+        assert all(future.result(timeout=HANG) for future in futures)
+    assert seen.most == min(cap, 6)
 
 
-def test_the_cap_is_the_cpus_that_may_be_used() -> None:
+def test_the_limit_is_the_number_of_usable_cpus() -> None:
     taken = 0
     fresh = preprocess._CPUS
     while fresh.acquire(blocking=False):
@@ -74,7 +78,7 @@ def test_the_cap_is_the_cpus_that_may_be_used() -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["as it is", "control: a parallel function"])
-def test_preparing_starts_no_threads_of_torchs(
+def test_preprocessing_starts_no_torch_threads(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, parallel: bool
 ) -> None:
     patches = Glm53.patches
@@ -87,10 +91,10 @@ def test_preparing_starts_no_threads_of_torchs(
         monkeypatch.setattr(Glm53, "patches", spreading)
     picture = np.random.default_rng(0).integers(0, 256, (1500, 2000, 3), np.uint8)
     before = torch.get_num_threads()
-    torch.set_num_threads(8)  # so that a team of Torch's threads would show
+    torch.set_num_threads(8)  # so that new Torch threads would be seen
     try:
         with Encoder(glm53_checkpoint, device="cpu", preprocess_workers=3, queue_depth=9) as encoder:
-            encoder.generate(IMAGE)  # the tower has Torch start its threads, once
+            encoder.generate(IMAGE)  # running the tower makes Torch start its threads, once
             had = len(os.listdir("/proc/self/task"))
             seen: list[int] = []
             over = threading.Event()
@@ -105,7 +109,7 @@ def test_preparing_starts_no_threads_of_torchs(
             over.set()
             watcher.join()
         assert torch.get_num_threads() == 8
-        more = max(seen) - had - 1  # without the watcher
+        more = max(seen) - had - 1  # less the watcher
         assert more > 0 if parallel else more <= 0
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""In which order a replica uses its lane: a recording lane stands for the device."""
+"""The order in which a replica calls its lane, seen by a lane that records its calls."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from mm_encoder import Encoder, ReplicaError
 from mm_encoder.device import CpuLane
 from mm_encoder.families.glm53 import GlmTower
 
+from ..helpers.waiting import HANG
+
 IMAGE = np.zeros((30, 30, 3), np.uint8)
 
 
 class RecordingLane(CpuLane):
-    """Writes down every call, and that it was made in the replica's thread inside the lane."""
+    """Records every call, and checks that it is made in the replica's thread inside `entered`."""
 
     log: list[Any]
 
@@ -70,7 +72,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return entries
 
 
-def test_a_job_is_uploaded_run_waited_for_and_handed_over(
+def test_the_host_hand_off_waits_before_the_result(
     glm53_checkpoint: Path, log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = GlmTower.forward
@@ -82,23 +84,23 @@ def test_a_job_is_uploaded_run_waited_for_and_handed_over(
     monkeypatch.setattr(GlmTower, "forward", noted)
     with Encoder(glm53_checkpoint, device="cpu", stream_priority=3) as encoder:
         assert encoder.stream_priority == -7
-        assert log == [("open", 3), ("wait",)]  # the weights are there before anyone is told so
+        assert log == [("open", 3), ("wait",)]  # the weights are uploaded before the encoder is ready
         log.clear()
         encoder.submit(IMAGE).add_done_callback(lambda _: log.append(("result",)))
     record_stream = ("record_stream", "the caller's stream")
     assert log == [("upload",), ("tower",), ("wait",), record_stream, ("result",), ("drain",)]
 
 
-def test_handed_over_by_the_stream_the_host_does_not_wait(glm53_checkpoint: Path, log: list[Any]) -> None:
+def test_the_stream_hand_off_does_not_wait(glm53_checkpoint: Path, log: list[Any]) -> None:
     with Encoder(glm53_checkpoint, device="cpu", handoff="stream") as encoder:
         log.clear()
         encoder.submit(IMAGE).add_done_callback(lambda _: log.append(("result",)))
     stream = "the caller's stream"
     handed_over = [("upload",), ("make wait", stream), ("record_stream", stream), ("result",)]
-    assert log == [*handed_over, ("drain",)]  # before the weights go, the work that reads them is done
+    assert log == [*handed_over, ("drain",)]  # the work that reads the weights is done before they are freed
 
 
-def test_a_failed_job_is_settled_before_its_caller_is_told(
+def test_a_failed_job_is_drained_before_its_future_is_done(
     glm53_checkpoint: Path, log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GlmTower, "forward", lambda *_: 1 / 0)
@@ -106,5 +108,5 @@ def test_a_failed_job_is_settled_before_its_caller_is_told(
         log.clear()
         future = encoder.submit(IMAGE)
         future.add_done_callback(lambda _: log.append(("result",)))
-        assert isinstance(future.exception(timeout=30), ReplicaError)
+        assert isinstance(future.exception(timeout=HANG), ReplicaError)
     assert log == [("upload",), ("drain",), ("result",), ("drain",)]

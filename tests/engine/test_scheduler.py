@@ -1,4 +1,4 @@
-"""Admission by jobs and bytes, order, cancellation, deadlines, closing."""
+"""The scheduler: admission by jobs and bytes, order, cancellation, deadlines, closing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from mm_encoder.contract import ImageSize, Plan
 from mm_encoder.engine.admission import admit
 from mm_encoder.engine.job import Job, JobState
 from mm_encoder.engine.scheduler import Scheduler
@@ -26,45 +23,15 @@ from mm_encoder.errors import (
     ReplicaError,
 )
 
-from ..helpers import until
+from ..helpers.jobs import enter, job, opened, run_one, take
+from ..helpers.threads import started
+from ..helpers.waiting import HANG, until
 
 pytestmark = pytest.mark.threads
 
-SIZE = ImageSize(1, 1)
-PLAN = Plan(source=SIZE, content=SIZE, canvas=SIZE, offset=(0, 0), grid_thw=(1, 2, 2), rows=1)
-
-
-@dataclass
-class Weight:
-    """Stands for a snapshot: only what it weighs matters here."""
-
-    nbytes: int
-
-
-def job(nbytes: int = 3, **given: Any) -> Job:
-    return Job(nbytes, **given)  # type: ignore[arg-type]
-
-
-def opened(one: Job) -> None:
-    canvas = 3 * SIZE.width * SIZE.height
-    assert isinstance(one.image, int)
-    one.source, one.plan = Weight(one.image - canvas), PLAN
-
-
-def enter(scheduler: Scheduler, one: Job, timeout: float | None = None) -> Job:
-    one.timeout = timeout
-    admit(scheduler, one, opened)
-    return one
-
-
-def started(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
 
 def blocked(scheduler: Scheduler, waiting: Job) -> threading.Thread:
-    """A thread that is waiting to admit a job."""
+    """Start a thread that blocks in the admission of a job."""
     thread = started(lambda: enter(scheduler, waiting))
     until(lambda: scheduler.slots.waiting + scheduler.bytes.waiting > 0)
     thread.join(0.02)
@@ -76,26 +43,7 @@ def held(scheduler: Scheduler) -> tuple[int, int]:
     return scheduler.slots.used, scheduler.bytes.used
 
 
-def take(scheduler: Scheduler) -> Worker:
-    """A worker that has taken the next queued job."""
-    worker = Worker("test", scheduler)
-    assert scheduler.next_to_prepare(worker) is worker.job
-    return worker
-
-
-def run_one(scheduler: Scheduler) -> Job:
-    """Take the next job through preparation and out to a replica."""
-    worker = take(scheduler)
-    prepared = worker.job
-    scheduler.finish_preparing(worker)
-    running = scheduler.next_to_run(worker)
-    assert running is prepared
-    assert running is not None
-    worker.take(None)
-    return running
-
-
-def test_depth_counts_until_a_job_runs() -> None:
+def test_a_job_holds_its_slot_until_it_runs() -> None:
     scheduler = Scheduler(2, 100, replicas=1)
     jobs = [job() for _ in range(3)]
     enter(scheduler, jobs[0])
@@ -103,17 +51,17 @@ def test_depth_counts_until_a_job_runs() -> None:
     thread = blocked(scheduler, jobs[2])
     assert held(scheduler) == (2, 6)
     assert run_one(scheduler) is jobs[0]
-    thread.join(5)
+    thread.join(HANG)
     assert not thread.is_alive()
     assert held(scheduler) == (2, 6)
 
 
-def test_bytes_are_bounded_and_a_giant_enters_alone() -> None:
+def test_bytes_are_bounded_and_an_oversized_job_enters_alone() -> None:
     scheduler = Scheduler(10, 100, replicas=1)
     enter(scheduler, job(60))
     thread = blocked(scheduler, job(60))
     run_one(scheduler)
-    thread.join(5)
+    thread.join(HANG)
     assert held(scheduler) == (1, 60)
     run_one(scheduler)
     enter(scheduler, job(1000))
@@ -121,12 +69,12 @@ def test_bytes_are_bounded_and_a_giant_enters_alone() -> None:
     blocked(scheduler, job())
 
 
-def test_first_come_first_served_in_both_rooms() -> None:
+def test_both_queues_are_fifo() -> None:
     scheduler = Scheduler(10, 100, replicas=1)
     jobs = [enter(scheduler, job()) for _ in range(5)]
     workers = [take(scheduler) for _ in jobs]
     assert [worker.job for worker in workers] == jobs
-    for worker in reversed(workers):  # the first is the slowest
+    for worker in reversed(workers):  # the first job is prepared last
         scheduler.finish_preparing(worker)
     assert [scheduler.next_to_run(worker) for worker in workers] == jobs
 
@@ -155,7 +103,7 @@ def test_a_running_job_cannot_be_cancelled() -> None:
     assert not run_one(scheduler).future.cancel()
 
 
-def test_closing_wakes_everyone_and_drains_what_was_accepted() -> None:
+def test_closing_refuses_waiting_callers_and_drains_accepted_jobs() -> None:
     scheduler = Scheduler(1, 100, replicas=1)
     accepted = enter(scheduler, job())
     refused: list[BaseException] = []
@@ -170,8 +118,8 @@ def test_closing_wakes_everyone_and_drains_what_was_accepted() -> None:
     until(lambda: scheduler.slots.waiting == 3)
     scheduler.close()
     for caller in callers:
-        caller.join(5)
-    assert len(set(map(id, refused))) == 3  # each has one of its own
+        caller.join(HANG)
+    assert len(set(map(id, refused))) == 3  # each has a separate exception
     assert run_one(scheduler) is accepted
     worker = Worker("test", scheduler)
     assert scheduler.next_to_prepare(worker) is None
@@ -182,12 +130,12 @@ def test_closing_wakes_everyone_and_drains_what_was_accepted() -> None:
 
 
 @pytest.mark.parametrize("stage", ["opening", "bytes", "preparing"])
-def test_a_closed_scheduler_waits_for_what_it_accepted(stage: str) -> None:
+def test_a_closed_scheduler_waits_for_accepted_jobs(stage: str) -> None:
     scheduler = Scheduler(2, 100, replicas=1)
     gate = threading.Event()
 
     def slow(one: Job) -> None:
-        assert gate.wait(30)
+        assert gate.wait(HANG)
         opened(one)
 
     worker = None
@@ -213,7 +161,7 @@ def test_a_closed_scheduler_waits_for_what_it_accepted(stage: str) -> None:
         scheduler.finish_preparing(worker)
     else:
         started(lambda: prepare_all(scheduler))
-    replica.join(5)
+    replica.join(HANG)
     assert not replica.is_alive()
     assert got[-1] is accepted
 
@@ -224,7 +172,7 @@ def prepare_all(scheduler: Scheduler) -> None:
         scheduler.finish_preparing(worker)
 
 
-def test_cancelling_the_last_job_of_a_closed_scheduler_lets_replicas_go() -> None:
+def test_cancelling_the_last_job_of_a_closed_scheduler_ends_its_replicas() -> None:
     scheduler = Scheduler(2, 100, replicas=1)
     waiting = enter(scheduler, job())
     scheduler.close()
@@ -232,7 +180,7 @@ def test_cancelling_the_last_job_of_a_closed_scheduler_lets_replicas_go() -> Non
     replica.join(0.05)
     assert replica.is_alive()
     waiting.future.cancel()
-    replica.join(5)
+    replica.join(HANG)
     assert not replica.is_alive()
 
 
@@ -251,7 +199,7 @@ def test_a_future_does_not_keep_its_job_alive() -> None:
 
 
 @pytest.mark.parametrize("stage", ["queued", "preparing", "ready"])
-def test_whoever_waits_for_a_cancelled_job_is_released(stage: str) -> None:
+def test_cancelling_wakes_every_waiter_of_the_future(stage: str) -> None:
     scheduler = Scheduler(2, 100, replicas=1)
     waiting = enter(scheduler, job())
     if stage != "queued":
@@ -259,13 +207,13 @@ def test_whoever_waits_for_a_cancelled_job_is_released(stage: str) -> None:
     if stage == "ready":
         scheduler.finish_preparing(worker)
     waiting.future.cancel()
-    assert wait([waiting.future], timeout=5).not_done == set()
+    assert wait([waiting.future], timeout=HANG).not_done == set()
     assert not waiting.start()
     waiting.fail_if_pending(ValueError())
     assert waiting.future.cancelled()
 
 
-def test_cancelling_dropping_and_starting_race_and_one_of_them_wins() -> None:
+def test_exactly_one_of_cancel_deadline_and_start_wins() -> None:
     for _ in range(300):
         scheduler = Scheduler(1, 100, replicas=1)
         racing = enter(scheduler, job())
@@ -287,10 +235,10 @@ def test_cancelling_dropping_and_starting_race_and_one_of_them_wins() -> None:
             outcome.append(racing.start())
 
         for thread in [started(work) for work in (cancel, drop, start)]:
-            thread.join(10)
+            thread.join(HANG)
         late = not outcome[0] and not racing.future.cancelled()
         if not outcome[0]:
-            assert wait([racing.future], timeout=5).not_done == set()
+            assert wait([racing.future], timeout=HANG).not_done == set()
             assert racing.future.cancelled() or isinstance(racing.future.exception(), DeadlineExceededError)
             assert held(scheduler) == (0, 0)
         stats = scheduler.tally.snapshot()
@@ -306,16 +254,16 @@ def test_a_large_job_is_not_overtaken_by_small_ones() -> None:
     enter(scheduler, job(50))
     large, small = job(80), job(10)
     first = blocked(scheduler, large)
-    second = started(lambda: enter(scheduler, small))  # there is room for it, and it waits its turn
+    second = started(lambda: enter(scheduler, small))  # would fit, but waits behind the large job
     until(lambda: scheduler.bytes.waiting == 2)
     run_one(scheduler)
-    first.join(5)
-    second.join(5)
+    first.join(HANG)
+    second.join(HANG)
     assert held(scheduler) == (2, 90)
     assert [run_one(scheduler), run_one(scheduler)] == [large, small]
 
 
-def test_waiting_for_what_is_being_prepared() -> None:
+def test_preparation_idle_waits_for_jobs_in_preparation() -> None:
     scheduler = Scheduler(3, 100, replicas=1)
     first, second = enter(scheduler, job()), enter(scheduler, job())
     assert scheduler.preparation_idle([first.future, second.future]) is None
@@ -365,22 +313,22 @@ def test_the_timeout_is_for_both_waits_together(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("far", [1e9, float("inf")])
-def test_endless_timeouts_and_deadlines_wait(far: float) -> None:
+def test_very_long_timeouts_and_deadlines_wait(far: float) -> None:
     scheduler = Scheduler(1, 100, replicas=1)
     deadlines = started(scheduler.deadlines.run)
     enter(scheduler, job(deadline=far))
     caller = started(lambda: enter(scheduler, job(deadline=far), far))
     until(lambda: scheduler.slots.waiting == 1)
     run_one(scheduler)
-    caller.join(5)
+    caller.join(HANG)
     assert not caller.is_alive()
     assert deadlines.is_alive()
     scheduler.deadlines.end()
-    deadlines.join(5)
+    deadlines.join(HANG)
 
 
 @pytest.mark.parametrize("stage", ["waiting", "bytes", "queued", "preparing", "ready"])
-def test_what_is_late_is_dropped_wherever_it_waits(stage: str) -> None:
+def test_a_late_job_is_dropped_at_every_stage(stage: str) -> None:
     scheduler = Scheduler(1 if stage == "waiting" else 9, 100, replicas=1)
     deadlines = started(scheduler.deadlines.run)
     worker = None
@@ -393,8 +341,8 @@ def test_what_is_late_is_dropped_wherever_it_waits(stage: str) -> None:
         worker = take(scheduler)
     if worker and stage == "ready":
         scheduler.finish_preparing(worker)
-    assert isinstance(late.future.exception(timeout=30), DeadlineExceededError)
-    caller.join(5)
+    assert isinstance(late.future.exception(timeout=HANG), DeadlineExceededError)
+    caller.join(HANG)
     assert not caller.is_alive()
     if worker and stage == "preparing":
         assert held(scheduler) == (1, 90)
@@ -404,12 +352,12 @@ def test_what_is_late_is_dropped_wherever_it_waits(stage: str) -> None:
     stats = scheduler.tally.snapshot()
     assert (stats.late, stats.in_flight) == (1, others)
     scheduler.deadlines.end()
-    deadlines.join(5)
+    deadlines.join(HANG)
     assert not deadlines.is_alive()
 
 
-def test_a_deadline_that_has_passed_is_told_at_once_and_a_running_job_finishes() -> None:
-    scheduler = Scheduler(1, 100, replicas=1)  # nobody watches
+def test_a_passed_deadline_fails_at_once_and_a_running_job_finishes() -> None:
+    scheduler = Scheduler(1, 100, replicas=1)  # no thread runs the deadlines
     late = enter(scheduler, job(deadline=1e-9))
     assert isinstance(late.future.exception(timeout=0), DeadlineExceededError)
     assert held(scheduler) == (0, 0)
@@ -420,28 +368,28 @@ def test_a_deadline_that_has_passed_is_told_at_once_and_a_running_job_finishes()
     until(lambda: time.monotonic() > running_at + 0.05)
     assert not running.future.done()
     scheduler.deadlines.end()
-    deadlines.join(5)
+    deadlines.join(HANG)
 
 
-def test_an_earlier_deadline_that_comes_later_is_kept() -> None:
+def test_an_earlier_deadline_added_later_is_met() -> None:
     scheduler = Scheduler(9, 100, replicas=1)
     deadlines = started(scheduler.deadlines.run)
     now = time.monotonic()
     far = enter(scheduler, job(deadline=now + 3600))
     until(lambda: scheduler.deadlines._next is not None)
     near = enter(scheduler, job(deadline=now + 0.05))
-    assert isinstance(near.future.exception(timeout=30), DeadlineExceededError)
+    assert isinstance(near.future.exception(timeout=HANG), DeadlineExceededError)
     assert not far.future.done()
     far.future.cancel()
     assert scheduler.deadlines._watched == {}
     scheduler.deadlines.end()
-    deadlines.join(5)
+    deadlines.join(HANG)
 
 
-# --- faults ------------------------------------------------------------------------------------------
+# --- failures ----------------------------------------------------------------------------------------
 
 
-def test_a_fault_in_opening_gives_the_slot_back() -> None:
+def test_an_error_in_opening_releases_the_slot() -> None:
     scheduler = Scheduler(1, 100, replicas=1)
 
     def broken(one: Job) -> None:
@@ -454,7 +402,7 @@ def test_a_fault_in_opening_gives_the_slot_back() -> None:
     assert bad.image is None
 
 
-def test_what_is_late_while_opened_does_not_wait_for_its_bytes() -> None:
+def test_a_job_that_is_late_after_opening_does_not_wait_for_bytes() -> None:
     scheduler = Scheduler(9, 100, replicas=1)
     enter(scheduler, job(90))
     late = job(90)
@@ -464,7 +412,7 @@ def test_what_is_late_while_opened_does_not_wait_for_its_bytes() -> None:
         one.fail_if_pending(DeadlineExceededError())
 
     caller = started(lambda: admit(scheduler, late, slow))
-    caller.join(5)
+    caller.join(HANG)
     assert not caller.is_alive()
     assert held(scheduler) == (1, 90)
     assert scheduler.bytes.waiting == 0
@@ -490,7 +438,7 @@ def test_an_interrupted_caller_leaves_nothing_behind(at: str, monkeypatch: pytes
     assert (held(scheduler), stats.in_flight, stats.cancelled) == ((0, 0), 0, 2)
 
 
-def test_the_last_replica_takes_the_rest_with_it() -> None:
+def test_losing_the_last_replica_fails_every_job() -> None:
     scheduler = Scheduler(3, 100, replicas=2)
     worker = Worker("replica", scheduler)
     enter(scheduler, job())
@@ -517,11 +465,11 @@ def test_the_last_replica_takes_the_rest_with_it() -> None:
     scheduler.require_open()
     scheduler.on_replica_lost(Worker("other", scheduler), cause)
     for caller in callers:
-        caller.join(5)
+        caller.join(HANG)
     with pytest.raises(ReplicaError) as raised:
         scheduler.require_open()
-    told = [running.future.exception(timeout=0), *(one.future.exception(timeout=0) for one in accepted)]
-    for error in (*told, *refused, raised.value):
+    received = [running.future.exception(timeout=0), *(one.future.exception(timeout=0) for one in accepted)]
+    for error in (*received, *refused, raised.value):
         assert isinstance(error, ReplicaError)
         assert error.__cause__ is cause
         assert "is lost: ValueError: the device is gone" in str(error)

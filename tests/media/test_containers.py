@@ -19,7 +19,7 @@ from mm_encoder.media.containers import (
 )
 from mm_encoder.media.header import read_header
 
-from ..helpers import (
+from ..helpers.images import (
     LIMITS,
     decoded,
     gif_control,

@@ -22,17 +22,13 @@ from mm_encoder.media.picture import Picture, Pixels
 from mm_encoder.media.source import open_source
 from mm_encoder.planner import MediaPlanner
 
-from ..helpers import (
-    ABUSE,
-    ERRORS,
+from ..helpers.abuse import ABUSE, ERRORS, Row, case, file_of, rows
+from ..helpers.images import (
     GREYS,
     LIMITS,
-    Row,
     bmp_file,
-    case,
     decoded,
     exif,
-    file_of,
     gif_control,
     gif_file,
     ihdr,
@@ -41,7 +37,6 @@ from ..helpers import (
     png_chunk,
     png_file,
     riff,
-    rows,
     same_pixels,
     saved,
     scans_apart,

@@ -17,7 +17,7 @@ from mm_encoder.media.decode import decode
 from mm_encoder.media.header import read_header
 from mm_encoder.media.source import open_source, read_data_url
 
-from ..helpers import (
+from ..helpers.images import (
     exif,
     gif_control,
     gif_file,

@@ -15,7 +15,8 @@ from mm_encoder.contract import ImageSize
 from mm_encoder.media.geometry import composite_over_white, pad_to_canvas, resize_bicubic_torch
 from mm_encoder.media.picture import Pixels
 
-from ..helpers import case, decoded, noise, rows, same_pixels, saved
+from ..helpers.abuse import case, rows
+from ..helpers.images import decoded, noise, same_pixels, saved
 
 RNG = np.random.default_rng(7)
 

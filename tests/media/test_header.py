@@ -17,21 +17,17 @@ from mm_encoder.media import decode as decode_module
 from mm_encoder.media.header import Header, orientation_of, read_header, sniff
 from mm_encoder.planner import MediaPlanner
 
-from ..helpers import (
-    ERRORS,
+from ..helpers.abuse import ERRORS, Row, case, file_of, rows
+from ..helpers.images import (
     LIMITS,
-    Row,
     bmp_file,
-    case,
     decoded,
     exif,
-    file_of,
     ihdr,
     inserted,
     noise,
     png_chunk,
     riff,
-    rows,
     same_pixels,
     saved,
     segment,

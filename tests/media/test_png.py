@@ -15,7 +15,7 @@ from PIL import Image
 from mm_encoder.errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from mm_encoder.media.png import pixel_chunks
 
-from ..helpers import (
+from ..helpers.images import (
     decoded,
     ihdr,
     noise,

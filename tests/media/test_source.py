@@ -24,7 +24,8 @@ from mm_encoder.media import source as source_module
 from mm_encoder.media.picture import Pixels
 from mm_encoder.media.source import is_image, open_source, read_data_url
 
-from ..helpers import ABUSE, LIMITS, case, decoded, exif, noise, same_pixels, saved
+from ..helpers.abuse import ABUSE, case
+from ..helpers.images import LIMITS, decoded, exif, noise, same_pixels, saved
 
 PNG = saved(noise(9, 7), "PNG")
 

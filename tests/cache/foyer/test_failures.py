@@ -14,7 +14,7 @@ from mm_encoder.cache import foyer, foyer_handle
 from mm_encoder.cache.entry import DiskStats
 from mm_encoder.errors import CacheError, CacheLockedError
 
-from ...helpers import until
+from ...helpers.waiting import until
 from .conftest import CHUNK, SMALLEST, Fake, Open, PanicException, entry, key, needs_foyer, same
 
 

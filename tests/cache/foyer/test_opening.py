@@ -16,7 +16,7 @@ from mm_encoder.cache.files import FileTier
 from mm_encoder.cache.foyer import FoyerTier
 from mm_encoder.errors import CacheError, CacheLockedError
 
-from ...helpers import outcome_of
+from ...helpers.programs import outcome_of
 from .conftest import CHUNK, MIB, REGIONS, SMALLEST, Fake, Open, entry, key, needs_foyer, same
 
 

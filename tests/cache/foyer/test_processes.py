@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ...helpers import outcome_of
+from ...helpers.programs import outcome_of
 from .conftest import Open, entry, key, needs_foyer
 
 PROGRAM = """

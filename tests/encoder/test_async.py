@@ -1,4 +1,4 @@
-"""Calls from event loops: what they give, that they never block the loop, and how they end."""
+"""Calls from event loops: their results, that they never block the loop, cancellation and closing."""
 
 from __future__ import annotations
 
@@ -34,34 +34,19 @@ from mm_encoder.engine.budget import Budget
 from mm_encoder.engine.job import Job
 from mm_encoder.families.glm53 import Glm53, GlmTower
 
-from .helpers import (
-    STAGES,
-    Hold,
-    Scene,
-    hold_towers,
-    in_flight,
-    noise,
-    nothing_left,
-    outcome_of,
-    saved,
-    until,
-)
+from ..helpers.holding import STAGES, Hold, Scene
+from ..helpers.images import mixed, noise, png, saved
+from ..helpers.programs import outcome_of
+from ..helpers.waiting import HANG, in_flight, nothing_left, until
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 threads = pytest.mark.threads
 
 
-def png(width: int = 40, height: int = 40, seed: int = 0) -> bytes:
-    return saved(noise(width, height, seed=seed), "PNG")
-
-
-def mixed(count: int) -> list[bytes]:
-    return [png(20 + 13 * seed, 170 - 9 * seed, seed) for seed in range(count)]
-
-
 async def until_async(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + HANG
     while not condition():
-        assert time.monotonic() < end, "it did not come to be in 30 s"
+        assert time.monotonic() < end, f"the condition was still false after {HANG} s"
         await asyncio.sleep(0.001)
 
 
@@ -69,21 +54,6 @@ def same(results: list[ImageResult], wanted: list[ImageResult]) -> bool:
     return [r.metadata for r in results] == [w.metadata for w in wanted] and all(
         torch.equal(result.tensor, other.tensor) for result, other in zip(results, wanted, strict=True)
     )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_compute_thread() -> Iterator[None]:
-    # The pictures are tiny: a second thread on them costs more than it brings.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def towers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
-    with hold_towers(monkeypatch) as hold:
-        yield hold
 
 
 def cpu_encoder(checkpoint: Path, **settings: Any) -> Encoder:
@@ -140,7 +110,7 @@ def turned() -> bytes:
     return saved(noise(90, 40), "PNG", exif=exif)
 
 
-def test_options_and_expected_tokens_count(encoder: Encoder) -> None:
+def test_image_options_and_expected_tokens_apply(encoder: Encoder) -> None:
     rows = encoder.generate(GOOD)[0].metadata.length
     stored = ImageOptions(exif_orientation=False)
 
@@ -197,7 +167,7 @@ def test_errors_are_those_of_encode_image(encoder: Encoder, image: Any) -> None:
     assert str(raised.value) == str(wanted.value)
 
 
-def test_a_wrong_plan_is_told_before_the_tower_runs(
+def test_a_plan_mismatch_raises_before_the_tower_runs(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GlmTower, "forward", lambda *_: pytest.fail("the tower ran"))
@@ -206,7 +176,7 @@ def test_a_wrong_plan_is_told_before_the_tower_runs(
 
 
 class Faulty:
-    """A call whose first image fails while a thread has the second, held until `patches` lets it go."""
+    """A call whose first image fails while the second is being prepared, held until `patches` is released."""
 
     def __init__(self, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
         self._encoder, self._bad = encoder, b"nothing"
@@ -216,7 +186,7 @@ class Faulty:
     async def begun(self) -> asyncio.Task[list[ImageResult]]:
         call = asyncio.create_task(self._encoder.generate_async([self._bad, GOOD]))
         await asyncio.to_thread(self.patches.wait)
-        self._opening.let_go()
+        self._opening.release()
         await until_async(lambda: self._encoder.stats().failed == 1)
         await asyncio.sleep(0.02)
         assert not call.done()
@@ -224,7 +194,7 @@ class Faulty:
 
 
 @threads
-def test_a_fault_is_told_once_nothing_of_the_call_runs(
+def test_a_failed_call_raises_after_its_preparation_has_stopped(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=8, preprocess_workers=2) as encoder:
@@ -232,7 +202,7 @@ def test_a_fault_is_told_once_nothing_of_the_call_runs(
 
         async def main() -> None:
             call = await faulty.begun()
-            faulty.patches.let_go()
+            faulty.patches.release()
             with pytest.raises(MediaDecodeError, match=r"^images\[0\]: "):
                 await call
             assert in_flight(encoder) == (0, 0, 0, 0)
@@ -241,7 +211,7 @@ def test_a_fault_is_told_once_nothing_of_the_call_runs(
 
 
 @threads
-def test_cancelled_while_it_waits_to_tell_a_fault(
+def test_a_failed_call_can_be_cancelled_while_its_preparation_stops(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=8, preprocess_workers=2) as encoder:
@@ -252,18 +222,18 @@ def test_cancelled_while_it_waits_to_tell_a_fault(
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            faulty.patches.let_go()
+            faulty.patches.release()
 
         asyncio.run(main())
         nothing_left(encoder)
 
 
-# --- the loop goes on --------------------------------------------------------------------------------
+# --- the loop is never blocked -----------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def ticks() -> AsyncIterator[list[int]]:
-    """The count of a task that only wants to be run again and again."""
+    """Count the rounds of a task that runs once per millisecond: it stops when the loop is blocked."""
     count = [0]
 
     async def tick() -> None:
@@ -283,7 +253,9 @@ OBSTACLES = ("tower", "slots", "bytes", "opening")
 
 @threads
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_the_loop_goes_on(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str) -> None:
+def test_the_event_loop_is_never_blocked(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
     held = (Glm53, "open") if obstacle == "opening" else (GlmTower, "forward")
     settings = {"slots": {"queue_depth": 1}, "bytes": {"queue_bytes": 1}}.get(obstacle, {})
     with cpu_encoder(glm53_checkpoint, **settings) as encoder, Hold(monkeypatch, *held) as hold:
@@ -294,7 +266,7 @@ def test_the_loop_goes_on(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
                 if obstacle in ("slots", "bytes"):
                     before.append(encoder.submit(GOOD))
                     hold.wait()
-                    before.append(encoder.submit(GOOD))  # this one holds all room that there is
+                    before.append(encoder.submit(GOOD))  # this one holds every slot and byte
                 call = asyncio.create_task(encoder.generate_async(GOOD))
                 await until_async(lambda: encoder.stats().requests == len(before) + 1)
                 if obstacle == "slots":
@@ -304,15 +276,15 @@ def test_the_loop_goes_on(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
                 start = count[0]
                 await until_async(lambda: count[0] > start + 20)
                 assert not call.done()
-                hold.let_go()
+                hold.release()
                 assert len(await call) == 1
 
         asyncio.run(main())
 
 
 @threads
-def test_generate_would_stop_the_loop(glm53_checkpoint: Path, towers: Hold) -> None:
-    # The control of the test above: here the ticks do stop.
+def test_control_generate_blocks_the_event_loop(glm53_checkpoint: Path, towers: Hold) -> None:
+    # The control of the test above: generate() stops the ticks.
     with cpu_encoder(glm53_checkpoint) as encoder:
         counted: list[int] = []
 
@@ -325,7 +297,7 @@ def test_generate_would_stop_the_loop(glm53_checkpoint: Path, towers: Hold) -> N
                     for _ in range(2):
                         counted.append(count[0])
                         threading.Event().wait(0.1)
-                    towers.let_go()
+                    towers.release()
 
                 looking = threading.Thread(target=look)
                 looking.start()
@@ -337,7 +309,7 @@ def test_generate_would_stop_the_loop(glm53_checkpoint: Path, towers: Hold) -> N
 
 
 @threads
-def test_no_thread_per_call(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_calls_start_no_threads(glm53_checkpoint: Path, towers: Hold) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=3) as encoder, towers:
 
         async def main() -> None:
@@ -347,7 +319,7 @@ def test_no_thread_per_call(glm53_checkpoint: Path, towers: Hold) -> None:
             calls = [asyncio.create_task(encoder.generate_async(GOOD)) for _ in range(200)]
             await until_async(lambda: encoder.health().waiting == 197)
             assert threading.active_count() == before
-            towers.let_go()
+            towers.release()
             assert len(await asyncio.gather(first, *calls)) == 201
             assert threading.active_count() == before
 
@@ -355,11 +327,11 @@ def test_no_thread_per_call(glm53_checkpoint: Path, towers: Hold) -> None:
         nothing_left(encoder)
 
 
-# --- the line ----------------------------------------------------------------------------------------
+# --- a full queue ------------------------------------------------------------------------------------
 
 
 @threads
-def test_threads_and_loops_stand_in_one_line(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_threads_and_event_loops_share_one_fifo_queue(glm53_checkpoint: Path, towers: Hold) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=1, preprocess_workers=1) as encoder, towers:
         served: list[int] = []
 
@@ -387,7 +359,7 @@ def test_threads_and_loops_stand_in_one_line(glm53_checkpoint: Path, towers: Hol
                 await until_async(lambda number=number: encoder.health().waiting == number + 1)  # type: ignore[misc]
             numbers = [job.number for job in encoder._engine.scheduler.slots._waiters]
             assert numbers == sorted(numbers)
-            towers.let_go()
+            towers.release()
             await asyncio.gather(*tasks)
             assert running.result()
             assert queued.result()
@@ -415,7 +387,7 @@ def test_a_full_queue_refuses_in_time(glm53_checkpoint: Path, towers: Hold, time
         towers.wait()
 
         async def main() -> None:
-            # There is room for the first of the two.
+            # One slot is free, so the first of the two gets it.
             with pytest.raises(EncoderBusyError, match=r"^images\[1\]: the queue is full"):
                 await encoder.generate_async([GOOD, GOOD], timeout=timeout)
             assert in_flight(encoder) == (1, 0, 0, 0)
@@ -425,7 +397,7 @@ def test_a_full_queue_refuses_in_time(glm53_checkpoint: Path, towers: Hold, time
                 await encoder.generate_async(GOOD, timeout=timeout)
             assert encoder.stats().refused == 2
             assert encoder.health().waiting == 0
-            towers.let_go()
+            towers.release()
             assert len(await queued) == 1
             assert await encoder.generate_async(GOOD, timeout=timeout)
 
@@ -436,7 +408,7 @@ def test_a_full_queue_refuses_in_time(glm53_checkpoint: Path, towers: Hold, time
 
 @threads
 @pytest.mark.parametrize("far", [1e8, float("inf")])
-def test_endless_timeouts_and_deadlines_wait(glm53_checkpoint: Path, towers: Hold, far: float) -> None:
+def test_very_long_timeouts_and_deadlines_wait(glm53_checkpoint: Path, towers: Hold, far: float) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=1) as encoder, towers:
 
         async def main() -> None:
@@ -444,7 +416,7 @@ def test_endless_timeouts_and_deadlines_wait(glm53_checkpoint: Path, towers: Hol
                 asyncio.create_task(encoder.generate_async(GOOD, timeout=far, deadline=far)) for _ in range(4)
             ]
             await until_async(lambda: encoder.health().waiting == 2)
-            towers.let_go()
+            towers.release()
             assert len(await asyncio.gather(*calls)) == 4
 
         asyncio.run(main())
@@ -452,7 +424,7 @@ def test_endless_timeouts_and_deadlines_wait(glm53_checkpoint: Path, towers: Hol
 
 @threads
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_closed_in_the_moment_that_the_timeout_passes(
+def test_closing_while_the_timeout_passes_raises_encoder_closed(
     glm53_checkpoint: Path, towers: Hold, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     encoder = cpu_encoder(glm53_checkpoint, queue_depth=1)
@@ -462,7 +434,8 @@ def test_closed_in_the_moment_that_the_timeout_passes(
     cancel_wait = Budget.cancel_wait
 
     def closed_before(budget: Budget[Job], job: Job) -> bool:
-        # Not `close`, which waits for the queue, and so, had the slot come meanwhile, for this very thread.
+        # Not `close`: it waits for accepted jobs, so it would wait for this thread if the slot was granted
+        # meanwhile.
         encoder._engine.scheduler.close()
         return cancel_wait(budget, job)
 
@@ -470,13 +443,13 @@ def test_closed_in_the_moment_that_the_timeout_passes(
 
     def call() -> None:
         if asynchronous:
-            asyncio.run(asyncio.wait_for(encoder.generate_async(GOOD, timeout=0.02), 10))
+            asyncio.run(asyncio.wait_for(encoder.generate_async(GOOD, timeout=0.02), HANG))
         else:
-            encoder.submit(GOOD, timeout=0.02).result(timeout=10)
+            encoder.submit(GOOD, timeout=0.02).result(timeout=HANG)
 
     with pytest.raises(EncoderClosedError):
         call()
-    towers.let_go()
+    towers.release()
     encoder.close()
     assert running.result()
     assert queued.result()
@@ -484,7 +457,7 @@ def test_closed_in_the_moment_that_the_timeout_passes(
 
 
 class Clock:
-    """Time for deadlines: what is set an hour ahead passes when it is told to."""
+    """The clock of the deadlines: a deadline an hour ahead passes when `pass_it` is called."""
 
     def __init__(self, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
         self._deadlines = encoder._engine.scheduler.deadlines
@@ -497,12 +470,12 @@ class Clock:
 
     def pass_it(self) -> None:
         self._ahead += 7200
-        self._deadlines.watch(Job(None, deadline=1e-9))  # an earlier one: it looks again
+        self._deadlines.watch(Job(None, deadline=1e-9))  # wakes the thread, which then looks at the clock
 
 
 @threads
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_deadline_is_held_to_at_every_stage(
+def test_a_deadline_applies_at_every_stage(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
@@ -512,18 +485,18 @@ def test_a_deadline_is_held_to_at_every_stage(
             call = asyncio.create_task(scene.encoder.generate_async(scene.victim, deadline=clock.deadline()))
             await asyncio.to_thread(scene.reached)
             clock.pass_it()
-            if stage == "running":  # it finishes
-                scene.let_go()
+            if stage == "running":  # a running job finishes
+                scene.release()
                 assert len(await call) == 1
                 return
             await until_async(lambda: scene.encoder.stats().late == 1)
             if stage in ("opening", "decoding", "patches"):
-                scene.let_go()  # generate_async tells once nothing of it runs
+                scene.release()  # generate_async raises once its preparation has stopped
             with pytest.raises(DeadlineExceededError, match="^the deadline passed"):
                 await call
 
         asyncio.run(main())
-        scene.others_are_well()
+        scene.check_others()
         assert scene.encoder.stats().late == (stage != "running")
 
 
@@ -550,19 +523,19 @@ def test_a_cancelled_task_leaves_nothing_behind(
             assert not task.done()
             if how == "cancel":
                 task.cancel()
-                with pytest.raises(asyncio.CancelledError):  # at once, whatever still holds the image
+                with pytest.raises(asyncio.CancelledError):  # at once, though a thread may have the image
                     await task
             else:
                 limits[0].reschedule(0)
                 with pytest.raises(TimeoutError):
                     await task
             assert scene.encoder.stats().cancelled == (stage != "running")
-            if stage in ("waiting", "queued", "ready"):  # no thread has it: its room is free at once
+            if stage in ("waiting", "queued", "ready"):  # no thread has it, so its slot is free at once
                 assert scene.encoder.health().waiting == 0
                 assert scene.encoder.health().queue_length == {"waiting": 2, "queued": 3, "ready": 2}[stage]
 
         asyncio.run(main())
-        scene.others_are_well()
+        scene.check_others()
         assert scene.encoder.stats().cancelled == (stage != "running")
 
 
@@ -578,10 +551,10 @@ def test_a_cancelled_call_cancels_all_its_images(glm53_checkpoint: Path, towers:
                 await call
             await until_async(lambda: in_flight(encoder) == (1, 0, 0, 0))
             stats = encoder.stats()
-            assert (stats.requests, stats.cancelled) == (6, 5)  # the other three were never begun
+            assert (stats.requests, stats.cancelled) == (6, 5)  # the other three were never submitted
 
         asyncio.run(main())
-        towers.let_go()
+        towers.release()
         nothing_left(encoder)
 
 
@@ -592,7 +565,7 @@ VARIABLE = contextvars.ContextVar("VARIABLE", default="nobody's")
 
 
 @threads
-def test_context_variables_stay_the_tasks_own(glm53_checkpoint: Path) -> None:
+def test_context_variables_do_not_leak_between_tasks(glm53_checkpoint: Path) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=1) as encoder:
 
         async def call(name: str) -> None:
@@ -622,7 +595,7 @@ def test_several_loops_share_an_encoder(glm53_checkpoint: Path) -> None:
     images = mixed(12)
     with cpu_encoder(glm53_checkpoint, replicas_per_gpu=2, queue_depth=3) as encoder:
         wanted = encoder.generate(images)
-        told: list[list[ImageResult]] = []
+        received: list[list[ImageResult]] = []
 
         async def main() -> None:
             calls = [encoder.generate_async(images[start::3]) for start in range(3)]
@@ -630,15 +603,15 @@ def test_several_loops_share_an_encoder(glm53_checkpoint: Path) -> None:
             results: list[Any] = [None] * len(images)
             for start in range(3):
                 results[start::3] = parts[start]
-            told.append(results)
+            received.append(results)
 
         callers = [threading.Thread(target=lambda: asyncio.run(main())) for _ in range(4)]
         for caller in callers:
             caller.start()
         for caller in callers:
-            caller.join(60)
-        assert len(told) == 4
-        assert all(same(results, wanted) for results in told)
+            caller.join(HANG)
+        assert len(received) == 4
+        assert all(same(results, wanted) for results in received)
         nothing_left(encoder)
 
 
@@ -657,11 +630,12 @@ def test_two_encoders_share_a_loop(glm53_checkpoint: Path) -> None:
     asyncio.run(main())
 
 
-# --- loops that come to an end -----------------------------------------------------------------------
+# --- loops that are closed ---------------------------------------------------------------------------
 
 
-def test_a_loop_is_closed_with_calls_in_flight(glm53_checkpoint: Path) -> None:
-    # asyncio says of every task that it was destroyed, and that is the host's doing. Nothing else is said.
+def test_closing_a_loop_with_calls_in_flight_releases_them(glm53_checkpoint: Path) -> None:
+    # asyncio reports that each pending task was destroyed, which is the program's fault; nothing else may be
+    # reported.
     program = """
         warnings.simplefilter("error")
         hold()
@@ -693,7 +667,7 @@ def test_a_loop_is_closed_with_calls_in_flight(glm53_checkpoint: Path) -> None:
     assert outcome_of(program, glm53_checkpoint, "-X", "dev") == (0, "", "")
 
 
-def test_a_run_ends_by_an_exception_with_calls_in_flight(glm53_checkpoint: Path) -> None:
+def test_an_exception_out_of_asyncio_run_cancels_calls_in_flight(glm53_checkpoint: Path) -> None:
     program = """
         warnings.simplefilter("error")
         hold()
@@ -720,8 +694,8 @@ def test_a_run_ends_by_an_exception_with_calls_in_flight(glm53_checkpoint: Path)
     assert outcome_of(program, glm53_checkpoint, "-X", "dev") == (0, "", "")
 
 
-def test_a_task_is_collected_inside_a_lock_of_the_engine(glm53_checkpoint: Path) -> None:
-    # Its loop is gone, its first image is done and its last ones wait, so its end cancels those.
+def test_a_task_can_be_collected_while_the_engine_holds_a_lock(glm53_checkpoint: Path) -> None:
+    # The loop is closed, the first image is done and the last two wait: collecting the task cancels these.
     program = """
         import weakref
         import mm_encoder.engine.scheduler as scheduler
@@ -742,7 +716,7 @@ def test_a_task_is_collected_inside_a_lock_of_the_engine(glm53_checkpoint: Path)
         async def asked():
             while encoder.stats().requests < 4:
                 await asyncio.sleep(0.001)
-            await asyncio.sleep(0.01)  # it waits for its first image now
+            await asyncio.sleep(0.01)  # now it waits for its first image
 
         loop.run_until_complete(asked())
         loop.close()
@@ -760,7 +734,7 @@ def test_a_task_is_collected_inside_a_lock_of_the_engine(glm53_checkpoint: Path)
         while watch() is not None:
             assert encoder.submit(IMAGE).cancel()
             more += 1
-        until(lambda: encoder.stats().cancelled == 2 + more)  # in a thread of its own
+        until(lambda: encoder.stats().cancelled == 2 + more)  # in another thread
         going.release(9)
         assert encoder.generate(IMAGE)
         until(lambda: encoder.stats().in_flight == 0)
@@ -769,7 +743,7 @@ def test_a_task_is_collected_inside_a_lock_of_the_engine(glm53_checkpoint: Path)
     assert outcome_of(program, glm53_checkpoint) == (0, "", "")
 
 
-def test_close_on_the_loop_waits_for_no_turn_of_the_loop(glm53_checkpoint: Path) -> None:
+def test_close_on_the_loop_does_not_need_the_loop_to_run(glm53_checkpoint: Path) -> None:
     program = """
         hold()
 
@@ -782,7 +756,7 @@ def test_close_on_the_loop_waits_for_no_turn_of_the_loop(glm53_checkpoint: Path)
                     await asyncio.sleep(0.001)
                 opened.set()
                 until(lambda: not it.health().waiting)
-                # The last has its slot, and this loop has not heard of it yet.
+                # The last task has its slot, but this loop has not run its callback yet.
             assert all(await asyncio.gather(first, *tasks))
 
         asyncio.run(main())
@@ -791,7 +765,7 @@ def test_close_on_the_loop_waits_for_no_turn_of_the_loop(glm53_checkpoint: Path)
 
 
 @threads
-def test_a_slot_does_not_wait_for_a_loop_that_is_busy(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_a_free_slot_is_used_while_the_loop_is_busy(glm53_checkpoint: Path, towers: Hold) -> None:
     with cpu_encoder(glm53_checkpoint, queue_depth=1) as encoder, towers:
         running = encoder.submit(GOOD)
         towers.wait()
@@ -801,9 +775,9 @@ def test_a_slot_does_not_wait_for_a_loop_that_is_busy(glm53_checkpoint: Path, to
         async def main() -> None:
             call = asyncio.create_task(encoder.generate_async(GOOD))
             await until_async(lambda: encoder.health().waiting == 1)
-            towers.let_go()
-            # From here on this loop does nothing else: what it waits for must come about without it.
-            end = time.monotonic() + 10
+            towers.release()
+            # From here on this loop is blocked: the waiting call must be encoded without it.
+            end = time.monotonic() + HANG
             while encoder.stats().succeeded < 3 and time.monotonic() < end:
                 time.sleep(0.001)
             passed.append(encoder.stats().succeeded == 3)
@@ -819,7 +793,7 @@ def test_a_slot_does_not_wait_for_a_loop_that_is_busy(glm53_checkpoint: Path, to
 
 
 @threads
-def test_leaving_the_block_finishes_what_was_accepted(glm53_checkpoint: Path) -> None:
+def test_leaving_the_block_finishes_accepted_calls(glm53_checkpoint: Path) -> None:
     async def main() -> None:
         async with cpu_encoder(glm53_checkpoint, queue_depth=9) as encoder:
             calls = [asyncio.create_task(encoder.generate_async(image)) for image in mixed(6)]
@@ -831,7 +805,7 @@ def test_leaving_the_block_finishes_what_was_accepted(glm53_checkpoint: Path) ->
 
 
 @threads
-def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: Path, towers: Hold) -> None:
+def test_leaving_the_block_by_an_exception_cancels_waiting_jobs(glm53_checkpoint: Path, towers: Hold) -> None:
     async def main() -> None:
         encoder = cpu_encoder(glm53_checkpoint, queue_depth=3)
         calls: list[asyncio.Task[list[ImageResult]]] = []
@@ -842,7 +816,7 @@ def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: 
                 await asyncio.to_thread(towers.wait)
                 calls.extend(asyncio.create_task(encoder.generate_async([GOOD])) for _ in range(7))
                 await until_async(lambda: encoder.health().waiting == 4)
-                asyncio.get_running_loop().call_later(0.05, towers.let_go)
+                asyncio.get_running_loop().call_later(0.05, towers.release)
                 raise KeyError("the host's")
 
         with pytest.raises(KeyError, match="the host's"):
@@ -859,7 +833,7 @@ def test_leaving_the_block_by_an_exception_cancels_what_waits(glm53_checkpoint: 
 
 
 @threads
-def test_close_async_refuses_who_stands_in_line_and_the_loop_goes_on(
+def test_close_async_refuses_waiting_callers_and_does_not_block_the_loop(
     glm53_checkpoint: Path, towers: Hold
 ) -> None:
     async def main() -> None:
@@ -868,13 +842,13 @@ def test_close_async_refuses_who_stands_in_line_and_the_loop_goes_on(
         await asyncio.to_thread(towers.wait)
         queued = asyncio.create_task(encoder.generate_async(GOOD))
         await asyncio.sleep(0)
-        told: list[BaseException] = []
+        received: list[BaseException] = []
 
         def blocked() -> None:
             try:
                 encoder.submit(GOOD)
             except EncoderClosedError as error:
-                told.append(error)
+                received.append(error)
 
         callers = [threading.Thread(target=blocked) for _ in range(3)]
         for caller in callers:
@@ -888,11 +862,11 @@ def test_close_async_refuses_who_stands_in_line_and_the_loop_goes_on(
                     await task
             for caller in callers:
                 await asyncio.to_thread(caller.join)
-            assert len(told) == 3
+            assert len(received) == 3
             start = count[0]
             await until_async(lambda: count[0] > start + 20)
-            assert not any(task.done() for task in closing)  # a tower runs
-            towers.let_go()
+            assert not any(task.done() for task in closing)  # a tower is still running
+            towers.release()
             await asyncio.gather(*closing)
         assert running.result(timeout=0)
         assert len(await queued) == 1
@@ -917,7 +891,7 @@ def test_cancelling_close_async_does_not_stop_the_closing(glm53_checkpoint: Path
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await encoder.close_async()
-        towers.let_go()
+        towers.release()
         await until_async(lambda: encoder.health().state == "closed")
         assert running.result(timeout=0)
 
@@ -926,7 +900,7 @@ def test_cancelling_close_async_does_not_stop_the_closing(glm53_checkpoint: Path
 
 
 @threads
-def test_calls_after_the_end_are_refused(glm53_checkpoint: Path) -> None:
+def test_calls_after_close_are_refused(glm53_checkpoint: Path) -> None:
     async def main() -> None:
         encoder = cpu_encoder(glm53_checkpoint)
         await encoder.close_async()
@@ -945,8 +919,8 @@ def test_calls_after_the_end_are_refused(glm53_checkpoint: Path) -> None:
 
 
 @threads
-def test_a_finished_call_keeps_nothing(encoder: Encoder) -> None:
-    # Whatever an engine's thread told the loop: no future and no job is left in a cycle with it.
+def test_a_finished_call_leaves_no_future_and_no_job(encoder: Encoder) -> None:
+    # The callbacks between engine threads and the loop leave no future or job in a reference cycle.
     def kept() -> int:
         return sum(type(thing) in (Future, Job) for thing in gc.get_objects())
 

@@ -1,4 +1,4 @@
-"""Cancelled images at every stage, at random and in races; and one bad image among good ones."""
+"""Cancellation at every stage, at random and in races; and one bad image among good ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, as_completed, wait
 from pathlib import Path
 from typing import Any
@@ -26,53 +26,29 @@ from mm_encoder.engine.job import Job
 from mm_encoder.engine.scheduler import Scheduler
 from mm_encoder.families.glm53 import Glm53
 
-from .helpers import STAGES, Hold, Scene, case, hold_towers, in_flight, noise, nothing_left, saved, until
+from ..helpers.abuse import case
+from ..helpers.holding import STAGES, Hold, Scene, hold_towers
+from ..helpers.images import mixed, png
+from ..helpers.threads import joined, started
+from ..helpers.waiting import HANG, in_flight, nothing_left, until
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 threads = pytest.mark.threads
 
 HELD = tuple(stage for stage in STAGES if stage not in ("waiting", "opening"))
-"""Stages at which the caller of submit has the future; test_async.py cancels at the others."""
-
-
-def png(width: int = 40, height: int = 40, seed: int = 0) -> bytes:
-    return saved(noise(width, height, seed=seed), "PNG")
-
-
-def mixed(count: int) -> list[bytes]:
-    return [png(20 + 13 * seed, 170 - 9 * seed, seed) for seed in range(count)]
+"""Stages at which submit() has returned the future; test_async.py cancels at the others."""
 
 
 def same(result: ImageResult, wanted: ImageResult) -> bool:
     return torch.equal(result.tensor, wanted.tensor) and result.metadata == wanted.metadata
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_compute_thread() -> Iterator[None]:
-    # The pictures are tiny: a second thread on them costs more than it brings.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A second outcome for a future would be logged, here or by concurrent.futures."""
+    """Check that nothing is logged: a second outcome for a future would be, by us or concurrent.futures."""
     yield
     for when in ("setup", "call"):
         assert [r.getMessage() for r in caplog.get_records(when) if r.levelno >= logging.WARNING] == []
-
-
-def started(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
-def joined(callers: list[threading.Thread]) -> None:
-    for caller in callers:
-        caller.join(60)
-        assert not caller.is_alive()
 
 
 # --- at every stage ----------------------------------------------------------------------------------
@@ -80,7 +56,9 @@ def joined(callers: list[threading.Thread]) -> None:
 
 @threads
 @pytest.mark.parametrize("stage", HELD)
-def test_cancelled_at_a_stage(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+def test_cancelling_at_every_stage_before_running(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
         outcomes: list[Future[ImageResult]] = []
         future = scene.encoder.submit(scene.victim)
@@ -90,13 +68,13 @@ def test_cancelled_at_a_stage(glm53_checkpoint: Path, monkeypatch: pytest.Monkey
         can = stage != "running"
         assert future.cancel() == can
         assert future.cancelled() == can
-        assert future.cancel() == can  # a second time says the same and changes nothing
-        # A thread that has it keeps its room until it is done with it.
+        assert future.cancel() == can  # a second call returns the same and changes nothing
+        # If a thread is working on the job, its slot is released when that thread is done.
         assert scene.encoder.health().queue_length == length - (stage in ("queued", "ready"))
         assert scene.encoder.stats().cancelled == can
-        scene.others_are_well()
+        scene.check_others()
         if not can:
-            assert future.result(timeout=30).metadata.length
+            assert future.result(timeout=HANG).metadata.length
         assert outcomes == [future]
         assert future.cancel() == can
         nothing_left(scene.encoder)
@@ -104,7 +82,7 @@ def test_cancelled_at_a_stage(glm53_checkpoint: Path, monkeypatch: pytest.Monkey
 
 @threads
 @pytest.mark.parametrize("stage", [stage for stage in HELD if stage != "running"])
-def test_whoever_waits_for_a_cancelled_image_is_released(
+def test_cancelling_an_image_wakes_every_waiter_of_its_future(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
@@ -135,12 +113,14 @@ def test_whoever_waits_for_a_cancelled_image_is_released(
         future.cancel()
         joined(callers)  # while the stage is still held
         assert sorted(released) == ["as_completed", "exception", "result", "wait"]
-        scene.others_are_well()
+        scene.check_others()
 
 
 @threads
-def test_without_being_told_they_would_wait(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The control of the test above.
+def test_control_waiters_block_without_the_notification(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The control of the test above: without the notification, the waiters block.
     with Scene("queued", glm53_checkpoint, monkeypatch) as scene:
         future = scene.encoder.submit(scene.victim)
         scene.reached()
@@ -151,10 +131,10 @@ def test_without_being_told_they_would_wait(glm53_checkpoint: Path, monkeypatch:
 
 @threads
 @pytest.mark.parametrize("stage", HELD)
-def test_without_giving_back_room_would_be_lost(
+def test_control_slots_and_bytes_leak_without_release(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    # The control of test_cancelled_at_a_stage: what it looks at does show a leak.
+    # The control of test_cancelling_at_every_stage_before_running: in_flight() shows a leak.
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
         future = scene.encoder.submit(scene.victim)
         kept: list[Job] = []
@@ -162,19 +142,19 @@ def test_without_giving_back_room_would_be_lost(
         monkeypatch.setattr(Scheduler, "_release", lambda _, job: kept.append(job))
         scene.reached()
         future.cancel()
-        scene.let_go()
+        scene.release()
         until(lambda: scene.encoder.stats().in_flight == 0)
         assert all(in_flight(scene.encoder)[2:])
         monkeypatch.setattr(Scheduler, "_release", release)
         for job in kept:
             scene.encoder._engine.scheduler._release(job)
-        scene.others_are_well()
+        scene.check_others()
 
 
 @threads
-def test_cancelling_what_is_done_changes_nothing(encoder: Encoder) -> None:
+def test_cancelling_a_finished_future_changes_nothing(encoder: Encoder) -> None:
     good, bad = encoder.submit(png()), encoder.submit(b"nothing")
-    result = good.result(timeout=30)
+    result = good.result(timeout=HANG)
     assert not good.cancel()
     assert not bad.cancel()
     assert good.result() is result
@@ -184,7 +164,7 @@ def test_cancelling_what_is_done_changes_nothing(encoder: Encoder) -> None:
 
 
 @threads
-def test_cancelled_from_a_callback_of_another(
+def test_a_callback_of_one_future_can_cancel_others(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -195,21 +175,23 @@ def test_cancelled_from_a_callback_of_another(
         towers.wait()
         rest = [encoder.submit(image) for image in mixed(5)]
         first.add_done_callback(lambda _: [future.cancel() for future in rest])
-        towers.let_go()
-        assert first.result(timeout=30)
-        wait(rest, timeout=30)
+        towers.release()
+        assert first.result(timeout=HANG)
+        wait(rest, timeout=HANG)
         assert all(future.cancelled() for future in rest)
         nothing_left(encoder)
 
 
 @threads
-def test_cancelled_while_its_caller_opens_it(glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The caller has no future yet; who leaves the encoder by an exception cancels it all the same.
+def test_leaving_by_an_exception_cancels_an_image_that_is_being_opened(
+    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # submit() has not returned the future yet; leaving the block by an exception cancels it all the same.
     image = png()
     encoder = Encoder(glm53_checkpoint, device="cpu")
     with Hold(monkeypatch, Glm53, "open") as opening:
-        told: list[Future[ImageResult]] = []
-        caller = started(lambda: told.append(encoder.submit(image)))
+        received: list[Future[ImageResult]] = []
+        caller = started(lambda: received.append(encoder.submit(image)))
         opening.wait()
 
         def interrupted() -> None:
@@ -221,17 +203,17 @@ def test_cancelled_while_its_caller_opens_it(glm53_checkpoint: Path, monkeypatch
         assert encoder.health().state == "closed"  # it did not wait for the opening
         assert in_flight(encoder) == (0, 0, 0, 0)
     joined([caller])
-    assert told[0].cancelled()
+    assert received[0].cancelled()
     nothing_left(encoder)
     assert encoder.stats().cancelled == 1
 
 
 @threads
 @pytest.mark.parametrize("stage", ["decoding", "patches"])
-def test_cancelled_while_the_engine_lets_go_of_it(
+def test_cancelling_while_the_engine_releases_the_job(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    # The future is cancelled, and before its callbacks run the thread that has the job is done with it.
+    # Between the cancellation and its callbacks, the thread that has the job finishes with it.
     with Scene(stage, glm53_checkpoint, monkeypatch) as scene:
         future = scene.encoder.submit(scene.victim)
         scene.reached()
@@ -239,27 +221,27 @@ def test_cancelled_while_the_engine_lets_go_of_it(
 
         def late(one: Future[Any]) -> None:
             if one is future:
-                scene.let_go()
+                scene.release()
                 until(lambda: scene.encoder.health().queue_length == 0)
             call_back(one)
 
         monkeypatch.setattr(Future, "_invoke_callbacks", late)
         assert future.cancel()
-        assert wait([future], timeout=10).not_done == set()
-        scene.others_are_well()
+        assert wait([future], timeout=HANG).not_done == set()
+        scene.check_others()
         assert scene.encoder.stats().cancelled == 1
 
 
 @threads
 @pytest.mark.parametrize("call", ["generate", "encode_image", "generate_async", "encode_image_async"])
-def test_a_caller_that_waits_is_told_that_the_encoder_was_left(
+def test_a_waiting_caller_gets_encoder_closed_when_the_block_is_left(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     encoder = Encoder(glm53_checkpoint, device="cpu")
     with hold_towers(monkeypatch) as towers:
         running = encoder.submit(png())
         towers.wait()
-        told: list[EncoderClosedError] = []
+        received: list[EncoderClosedError] = []
 
         def waits() -> None:
             try:
@@ -267,13 +249,13 @@ def test_a_caller_that_waits_is_told_that_the_encoder_was_left(
                 if call.endswith("_async"):
                     asyncio.run(result)
             except EncoderClosedError as error:
-                told.append(error)
+                received.append(error)
 
         caller = started(waits)
         until(lambda: encoder.health().queue_length == 1)
         leaving = started(lambda: encoder.__exit__(KeyboardInterrupt))
         joined([caller])
-        assert "the encoder was closed before this image was encoded" in str(told[0])
+        assert "the encoder was closed before this image was encoded" in str(received[0])
     joined([leaving])
     assert running.result(timeout=0)
     nothing_left(encoder)
@@ -284,7 +266,7 @@ def test_a_caller_that_waits_is_told_that_the_encoder_was_left(
 def test_an_interrupted_caller_leaves_nothing_behind(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    # As Ctrl-C does to a caller that waits for its result.
+    # Ctrl-C interrupts a caller that waits for its result.
     with (
         Encoder(glm53_checkpoint, device="cpu", queue_depth=9) as encoder,
         hold_towers(monkeypatch) as towers,
@@ -296,7 +278,7 @@ def test_an_interrupted_caller_leaves_nothing_behind(
                 return result(future, timeout)
             monkeypatch.setattr(Future, "result", result)
             towers.wait()
-            towers.let_go()
+            towers.release()
             raise KeyboardInterrupt
 
         monkeypatch.setattr(Future, "result", interrupted)
@@ -349,13 +331,14 @@ def test_random_cancellations_under_load(glm53_checkpoint: Path) -> None:
         callers += [started(lambda seed=seed: asyncio.run(awaits(seed))) for seed in (3, 4)]  # type: ignore[misc]
         joined(callers)
         futures = [future for _, future in submitted]
-        assert wait(futures, timeout=60).not_done == set()
+        assert wait(futures, timeout=HANG).not_done == set()
         nothing_left(encoder)
         stats = encoder.stats()
     assert len(submitted) == len(left) == 250
     done = [(number, future.result()) for number, future in submitted if not future.cancelled()]
     assert all(same(result, wanted[number]) for number, result in [*done, *got])
-    # A task that is cancelled before it begins asks for nothing; one may be cancelled while its image runs.
+    # A task that is cancelled before it starts submits nothing; a running image counts as a success although
+    # its task was cancelled.
     cancelled = sum(future.cancelled() for future in futures)
     assert cancelled
     assert sum(left)
@@ -365,20 +348,20 @@ def test_random_cancellations_under_load(glm53_checkpoint: Path) -> None:
 
 
 @threads
-def test_cancelling_the_deadline_and_the_end_race_and_one_of_them_wins(glm53_checkpoint: Path) -> None:
+def test_exactly_one_of_cancel_deadline_and_result_wins(glm53_checkpoint: Path) -> None:
     with Encoder(glm53_checkpoint, device="cpu", queue_depth=4) as encoder:
         wanted = encoder.generate(png())[0]
         chance = random.Random(5)
         futures: list[Future[ImageResult]] = []
-        told: list[bool] = []
+        received: list[bool] = []
         outcomes: list[Future[ImageResult]] = []
         for _ in range(200):
             future = encoder.submit(png(), deadline=time.monotonic() + chance.random() * 0.01)
             future.add_done_callback(outcomes.append)
             futures.append(future)
             if chance.random() < 0.5:
-                told.append(chance.choice(futures[-4:]).cancel())
-        assert wait(futures, timeout=60).not_done == set()
+                received.append(chance.choice(futures[-4:]).cancel())
+        assert wait(futures, timeout=HANG).not_done == set()
         nothing_left(encoder)
         late = succeeded = 0
         for future in futures:
@@ -394,11 +377,11 @@ def test_cancelling_the_deadline_and_the_end_race_and_one_of_them_wins(glm53_che
         cancelled = sum(future.cancelled() for future in futures)
         assert (stats.cancelled, stats.late, stats.succeeded) == (cancelled, late, succeeded + 1)
         assert cancelled + late + succeeded == 200
-        assert sum(told) >= cancelled
+        assert sum(received) >= cancelled
 
 
 @threads
-def test_cancelling_and_closing_race(glm53_checkpoint: Path) -> None:
+def test_cancelling_and_closing_at_once_leaves_nothing(glm53_checkpoint: Path) -> None:
     chance = random.Random(6)
     for round_ in range(10):
         encoder = Encoder(glm53_checkpoint, device="cpu", queue_depth=4)
@@ -445,7 +428,7 @@ def poisoned(good: list[bytes], places: tuple[int, ...]) -> list[bytes]:
 
 @threads
 @pytest.mark.parametrize("places", PLACES)
-def test_only_the_poison_fails(glm53_checkpoint: Path, places: tuple[int, ...]) -> None:
+def test_one_bad_image_fails_only_itself(glm53_checkpoint: Path, places: tuple[int, ...]) -> None:
     good = mixed(7)
     images = poisoned(good, places)
     where = "|".join(map(str, places))
@@ -455,9 +438,9 @@ def test_only_the_poison_fails(glm53_checkpoint: Path, places: tuple[int, ...]) 
             futures = [encoder.submit(image) for image in images]
             bad = [futures.pop(place) for place in reversed(places)]
             for future in bad:
-                assert isinstance(future.exception(timeout=30), MediaDecodeError)
+                assert isinstance(future.exception(timeout=HANG), MediaDecodeError)
             for future, other in zip(futures, wanted, strict=True):
-                assert same(future.result(timeout=30), other)
+                assert same(future.result(timeout=HANG), other)
             with pytest.raises(MediaDecodeError, match=rf"^images\[({where})\]: "):
                 encoder.generate(images)
             nothing_left(encoder)

@@ -1,0 +1,27 @@
+"""Threads of a test, and those that the library has started."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from .waiting import HANG
+
+
+def started(work: Callable[[], object]) -> threading.Thread:
+    """Start a daemon thread."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def joined(threads: Iterable[threading.Thread]) -> None:
+    """Join threads and check that they have ended."""
+    for thread in threads:
+        thread.join(HANG)
+        assert not thread.is_alive()
+
+
+def library_threads() -> list[threading.Thread]:
+    """Return the live threads that an encoder has started."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("mm-encoder")]
