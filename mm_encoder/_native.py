@@ -23,35 +23,24 @@ _OUT_OF_MEMORY = b"out of memory"
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
+def _int64(names: str) -> list[tuple[str, Any]]:
+    return [(name, c_int64) for name in names.split()]
+
+
 class _Pixels(ctypes.Structure):
     _fields_ = (
         ("buffer", c_void_p),
-        ("bytes", c_int64),
-        ("first", c_int64),
-        ("row_stride", c_int64),
-        ("pixel_stride", c_int64),
-        ("width", c_int64),
-        ("height", c_int64),
-        ("channels", c_int64),
+        *_int64("bytes first row_stride pixel_stride width height channels"),
     )
 
 
 class _PatchifyRequest(ctypes.Structure):
     _fields_ = (
         ("pixels", _Pixels),
-        ("arithmetic", c_int64),
-        ("content_width", c_int64),
-        ("content_height", c_int64),
-        ("left", c_int64),
-        ("top", c_int64),
-        ("canvas_width", c_int64),
-        ("canvas_height", c_int64),
-        ("fill", c_int64),
-        ("patch", c_int64),
-        ("merge", c_int64),
+        *_int64("arithmetic content_width content_height left top canvas_width canvas_height"),
+        *_int64("fill patch merge"),
         ("out", c_void_p),
-        ("out_bytes", c_int64),
-        ("level", c_int64),
+        *_int64("out_bytes level"),
     )
 
 
@@ -103,25 +92,12 @@ class Kernels:
         steps = (pixels.strides[0] * (height - 1), pixels.strides[1] * (width - 1))
         before = -sum(min(step, 0) for step in steps)
         size = before + sum(max(step, 0) for step in steps) + channels
-        view = _Pixels(
-            pixels.ctypes.data - before,
-            size,
-            before,
-            *pixels.strides[:2],
-            width,
-            height,
-            channels,
-        )
+        start = pixels.ctypes.data - before
+        view = _Pixels(start, size, before, *pixels.strides[:2], width, height, channels)
         numbers = (arithmetic, *content, *offset, *canvas, fill, patch, merge)
         if any(abs(number) >> 63 for number in numbers):  # ctypes would silently keep the lower bits
             raise ValueError(f"sizes must fit 64 bits, got {numbers}")
-        request = _PatchifyRequest(
-            view,
-            *numbers,
-            _writable(out),
-            out.nbytes,
-            level,
-        )
+        request = _PatchifyRequest(view, *numbers, _writable(out), out.nbytes, level)
         _check(self._library.mm_resize_and_patchify(request))
 
     def unfilter(
@@ -132,18 +108,8 @@ class Kernels:
         """
         if data.dtype != np.uint8 or not data.flags.c_contiguous:
             raise ValueError(f"data must be contiguous uint8, got {data.dtype}")
-        _check(
-            self._library.mm_unfilter(
-                data.ctypes.data,
-                data.nbytes,
-                height,
-                row_bytes,
-                pixel_bytes,
-                _writable(out),
-                out.nbytes,
-                level,
-            )
-        )
+        source, sizes = (data.ctypes.data, data.nbytes), (height, row_bytes, pixel_bytes)
+        _check(self._library.mm_unfilter(*source, *sizes, _writable(out), out.nbytes, level))
 
 
 def _writable(out: Bytes) -> int:

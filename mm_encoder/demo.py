@@ -9,7 +9,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,19 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
+from .families.glm53 import NAMES, GlmTower, ProcessorConfig, VisionConfig
+from .families.trunk import rename
+
 # Version of the folders' content. Raise it with every change to them: older folders are then rebuilt.
-_RECIPE = 1
+_RECIPE = 2
 # Written last into each folder that is built. Only folders that contain it are ever replaced.
 _MARK = ".mm-encoder-demo.json"
 _WORK = ".mm-encoder-work"
 
 _PHOTOS = ("astronaut.png", "coffee.png", "camera.png", "rocket.jpg", "retina.jpg", "chelsea.png")
 
-_SMALL = {
-    "depth": 4,
-    "hidden_size": 256,
-    "num_heads": 4,
-    "intermediate_size": 1024,
-    "out_hidden_size": 512,
-    "projection_intermediate_size": 1280,
-}
-_RELEASED = {
-    "depth": 24,
-    "hidden_size": 1024,
-    "num_heads": 16,
-    "intermediate_size": 4096,
-    "out_hidden_size": 4096,
-    "projection_intermediate_size": 10240,
-}
-_PATCH, _FRAMES, _MERGE, _CHANNELS = 14, 2, 2, 3
+_RELEASED = VisionConfig(out_hidden_size=4096)
+_SMALL = VisionConfig(4, 256, 4, 1024, out_hidden_size=512, projection_intermediate_size=1280)
 
 
 def default_folder() -> Path:
@@ -97,8 +86,10 @@ def make_checkpoint(
     image_tokens: (fewest, most) rows per image; smaller images are enlarged, larger ones reduced. The default
     of the small checkpoint gives photographs of any size a fine grid.
     """
-    sizes = write_config(folder, released_size=released_size, image_tokens=image_tokens)
-    shapes = [(f"model.visual.{name}", shape) for name, shape in _shapes(sizes)]
+    config = write_config(folder, released_size=released_size, image_tokens=image_tokens)
+    # Declared without storage: only names and shapes.
+    declared = GlmTower(config, torch.empty(3, 256, device="meta")).state_dict()
+    shapes = [(f"model.visual.{rename(name, NAMES)}", tuple(like.shape)) for name, like in declared.items()]
     generator = torch.Generator("cpu").manual_seed(seed)
     weight_map: dict[str, str] = {}
     total = 0
@@ -119,45 +110,15 @@ def make_checkpoint(
 
 def write_config(
     folder: Path, *, released_size: bool, image_tokens: tuple[int, int] | None = None
-) -> dict[str, int]:
-    """Write a checkpoint's config files without weights (see `make_checkpoint`); return the tower's sizes."""
-    sizes = _RELEASED if released_size else _SMALL
+) -> VisionConfig:
+    """Write the config files alone (see `make_checkpoint`); return the tower's config."""
+    config = _RELEASED if released_size else _SMALL
     fewest, most = image_tokens or ((16, 8000) if released_size else (900, 1024))
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", _config(sizes))
-    _write_json(folder / "processor_config.json", _processor_config(fewest, most))
-    return sizes
-
-
-def _shapes(sizes: dict[str, int]) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the tower's tensors as released, without their prefix."""
-    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    out, projection = sizes["out_hidden_size"], sizes["projection_intermediate_size"]
-    head = width // sizes["num_heads"]
-
-    def linear(name: str, *shape: int) -> Iterable[tuple[str, tuple[int, ...]]]:
-        yield f"{name}.weight", shape
-        yield f"{name}.bias", shape[:1]
-
-    yield from linear("patch_embed.proj", width, _CHANNELS, _FRAMES, _PATCH, _PATCH)
-    for index in range(sizes["depth"]):
-        block = f"blocks.{index}"
-        yield f"{block}.norm1.weight", (width,)
-        yield from linear(f"{block}.attn.qkv", 3 * width, width)
-        yield f"{block}.attn.q_norm.weight", (head,)
-        yield f"{block}.attn.k_norm.weight", (head,)
-        yield from linear(f"{block}.attn.proj", width, width)
-        yield f"{block}.norm2.weight", (width,)
-        yield from linear(f"{block}.mlp.gate_proj", inner, width)
-        yield from linear(f"{block}.mlp.up_proj", inner, width)
-        yield from linear(f"{block}.mlp.down_proj", width, inner)
-    yield "post_layernorm.weight", (width,)
-    yield from linear("downsample", out, width, _MERGE, _MERGE)
-    yield "merger.proj.weight", (out, out)
-    yield from linear("merger.post_projection_norm", out)
-    yield "merger.gate_proj.weight", (projection, out)
-    yield "merger.up_proj.weight", (projection, out)
-    yield "merger.down_proj.weight", (out, projection)
+    _write_json(folder / "config.json", _config(config))
+    processor = ProcessorConfig(min_image_tokens=fewest, max_image_tokens=most)
+    _write_json(folder / "processor_config.json", _processor_config(processor))
+    return config
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -174,7 +135,9 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     return values.to(torch.bfloat16)
 
 
-def _config(sizes: dict[str, int]) -> dict[str, Any]:
+def _config(vision: VisionConfig) -> dict[str, Any]:
+    sizes = asdict(vision)
+    del sizes["rope_theta"]  # the release leaves it to the class
     return {
         "architectures": ["Glm5NextForConditionalGeneration"],
         "model_type": "glm5_next",
@@ -185,43 +148,27 @@ def _config(sizes: dict[str, int]) -> dict[str, Any]:
         "image_end_token_id": 154831,
         "video_start_token_id": 154832,
         "video_end_token_id": 154833,
-        "text_config": {"model_type": "glm5_next_text", "hidden_size": sizes["out_hidden_size"]},
+        "text_config": {"model_type": "glm5_next_text", "hidden_size": vision.out_hidden_size},
         "vision_config": {
             "model_type": "glm5_next_vision",
             **sizes,
             "image_size": 448,
-            "patch_size": _PATCH,
-            "temporal_patch_size": _FRAMES,
-            "spatial_merge_size": _MERGE,
-            "in_channels": _CHANNELS,
+            "in_channels": 3,
             "hidden_act": "silu",
-            "attention_bias": True,
             "attention_dropout": 0.0,
-            "rms_norm_eps": 1e-5,
-            "swiglu_limit": 10.0,
         },
     }
 
 
-def _processor_config(fewest: int, most: int) -> dict[str, Any]:
+def _processor_config(processor: ProcessorConfig) -> dict[str, Any]:
+    steps = ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize")
     return {
         "processor_class": "Glm5NextProcessor",
         "image_processor": {
             "image_processor_type": "Glm5NextImageProcessor",
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "do_rescale": True,
-            "do_normalize": True,
-            "image_mean": [0.48145466, 0.4578275, 0.40821073],
-            "image_std": [0.26862954, 0.26130258, 0.27577711],
-            "patch_size": _PATCH,
-            "merge_size": _MERGE,
-            "temporal_patch_size": _FRAMES,
-            "patch_expand_factor": 1,
-            "min_image_tokens": fewest,
-            "max_image_tokens": most,
+            **dict.fromkeys(steps, True),
+            **asdict(processor),
             "resample": 3,
-            "rescale_factor": 1 / 255,
             "size": {"longest_edge": 1},
         },
     }

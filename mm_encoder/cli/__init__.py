@@ -39,24 +39,7 @@ try:
     from . import cache as cache_commands
 
     # Typer evaluates the commands' annotations, which are strings, with these names.
-    from .options import (
-        CacheBytesOption,
-        CacheOption,
-        CheckpointArgument,
-        DeviceOption,
-        DtypeOption,
-        FamilyOption,
-        FolderOption,
-        ImagesArgument,
-        JsonOption,
-        ModelOption,
-        OutOption,
-        PlannedArgument,
-        PreviewOption,
-        ReplicasOption,
-        chosen_device,
-        chosen_dtype,
-    )
+    from . import options
     from .terminal import exit_with_code, open_console, printable, report_error, shape_of, table_of
 except ImportError as error:
     _MISSING = str(error)
@@ -95,17 +78,17 @@ def build_app() -> typer.Typer:
 
 
 def encode(
-    checkpoint: CheckpointArgument,
-    images: ImagesArgument,
-    out: OutOption,
-    preview: PreviewOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    replicas: ReplicasOption = 1,
-    model: ModelOption = None,
-    family: FamilyOption = None,
-    cache: CacheOption = None,
-    cache_bytes: CacheBytesOption = None,
+    checkpoint: options.CheckpointArgument,
+    images: options.ImagesArgument,
+    out: options.OutOption,
+    preview: options.PreviewOption = None,
+    device: options.DeviceOption = None,
+    dtype: options.DtypeOption = None,
+    replicas: options.ReplicasOption = 1,
+    model: options.ModelOption = None,
+    family: options.FamilyOption = None,
+    cache: options.CacheOption = None,
+    cache_bytes: options.CacheBytesOption = None,
 ) -> int:
     """Encode images to one safetensors file, one tensor of embedding rows per image, keyed by its path."""
     config = cache_commands.cache_config(cache, cache_bytes)
@@ -117,9 +100,9 @@ def encode(
     with Encoder(
         checkpoint,
         model,
-        chosen_device(device),
+        options.chosen_device(device),
         family,
-        dtype=chosen_dtype(dtype),
+        dtype=options.chosen_dtype(dtype),
         cache=config,
         replicas_per_gpu=replicas,
     ) as encoder:
@@ -131,7 +114,11 @@ def encode(
     return int(len(encoded) < len(inputs))
 
 
-def plan(checkpoint: CheckpointArgument, images: PlannedArgument, family: FamilyOption = None) -> int:
+def plan(
+    checkpoint: options.CheckpointArgument,
+    images: options.PlannedArgument,
+    family: options.FamilyOption = None,
+) -> int:
     """Print how many rows each image gives, from its header; no weights are read."""
     planner = MediaPlanner(checkpoint, family=family)
     items: list[tuple[str, Path | tuple[int, int]]] = []
@@ -163,9 +150,9 @@ def families() -> int:
     return 0
 
 
-def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
+def doctor(device: options.DeviceOption = None, as_json: options.JsonOption = False) -> int:
     """Print versions, devices and the CUDA stream priority that a replica gets."""
-    target = parse_device(chosen_device(device))
+    target = parse_device(options.chosen_device(device))
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     priority = open_lane(target, 1).priority if target.type == "cuda" else None
     if as_json:
@@ -190,12 +177,12 @@ def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
     return 0
 
 
-def demo(folder: FolderOption = None, device: DeviceOption = None) -> int:
+def demo(folder: options.FolderOption = None, device: options.DeviceOption = None) -> int:
     """Encode photographs with a small model that has random weights, and draw a preview."""
     folder = folder or demonstration.default_folder()
     checkpoint, photos = demonstration.prepare(folder)
     inputs = [Input(path.name, path) for path in photos]
-    with Encoder(checkpoint, "glm53-demo-random-weights", chosen_device(device)) as encoder:
+    with Encoder(checkpoint, "glm53-demo-random-weights", options.chosen_device(device)) as encoder:
         encoded = _encode_and_write(encoder, inputs, folder / "embeddings.safetensors")
     note = "The weights are random: the colours show an image's structure, not its meaning."
     _, loaded_family = load_family(checkpoint)

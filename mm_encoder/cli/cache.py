@@ -14,19 +14,8 @@ from ..device import default_dtype, parse_device
 from ..errors import CacheError
 from ..families.registry import load_family
 from ..pipeline import ImagePipeline
+from . import options
 from .files import EXPECTED_ERRORS
-from .options import (
-    CheckpointArgument,
-    DeviceOption,
-    DirectoryArgument,
-    DtypeOption,
-    FamilyOption,
-    ImageArgument,
-    JsonOption,
-    ModelOption,
-    chosen_device,
-    chosen_dtype,
-)
 from .terminal import bytes_of, open_console, printable, report_error, table_of
 
 _DEFAULT_BYTES = 4 * 1024**3
@@ -59,23 +48,26 @@ def report_losses(stats: CacheStats, config: CacheConfig) -> None:
 
 
 def key(
-    checkpoint: CheckpointArgument,
-    image: ImageArgument,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    model: ModelOption = None,
-    family: FamilyOption = None,
-    as_json: JsonOption = False,
+    checkpoint: options.CheckpointArgument,
+    image: options.ImageArgument,
+    device: options.DeviceOption = None,
+    dtype: options.DtypeOption = None,
+    model: options.ModelOption = None,
+    family: options.FamilyOption = None,
+    as_json: options.JsonOption = False,
 ) -> int:
     """Print an image's cache key and every field it covers; reads the weights, but builds no model."""
     opened_checkpoint, rules = load_family(checkpoint, family)
-    target = parse_device(chosen_device(device))
+    target = parse_device(options.chosen_device(device))
     try:
         source = rules.open(image, MediaLimits(), None)
     except EXPECTED_ERRORS as error:
         report_error(str(image), error)
         return 1
-    name, chosen = model_name(model, opened_checkpoint.name), chosen_dtype(dtype) or default_dtype(target)
+    name, chosen = (
+        model_name(model, opened_checkpoint.name),
+        options.chosen_dtype(dtype) or default_dtype(target),
+    )
     mm_hash, keys = source.mm_hash(name), ImagePipeline(rules, MediaLimits(), name, chosen).cache_keys(target)
     fields, hexadecimal = keys.fields(mm_hash, None), keys.key(mm_hash, None).hex()
     if as_json:
@@ -88,7 +80,7 @@ def key(
     return 0
 
 
-def stats(directory: DirectoryArgument) -> int:
+def stats(directory: options.DirectoryArgument) -> int:
     """Show what a cache directory contains, in use or not."""
     table = table_of("", "", numbers=False)
     for name, value in _foyer_facts(directory) if _is_foyer(directory) else _files_facts(directory):
@@ -97,7 +89,7 @@ def stats(directory: DirectoryArgument) -> int:
     return 0
 
 
-def verify(directory: DirectoryArgument) -> int:
+def verify(directory: options.DirectoryArgument) -> int:
     """Read and check every entry without changes; exit code 1 if one is damaged."""
     if _is_foyer(directory):
         raise CacheError(
@@ -111,7 +103,7 @@ def verify(directory: DirectoryArgument) -> int:
     return int(bool(found.damaged))
 
 
-def clear(directory: DirectoryArgument) -> int:
+def clear(directory: options.DirectoryArgument) -> int:
     """Remove all entries of a cache, and no other files; refused while an encoder uses it."""
     if _is_foyer(directory):
         print(f"{bytes_of(regions.clear(directory))} freed")
