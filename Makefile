@@ -25,7 +25,7 @@ soak: .venv/ready-dev  ## memory over 10,000 good, 10,000 bad and 2000 animated 
 	SOAK=1 .venv/bin/python -m pytest tests/test_soak.py -s
 
 fuzz: .venv/ready-dev  ## the cache's writers killed 200 times, the native kernels under sanitizers with 200,000 odd requests
-	FUZZ=1 .venv/bin/python -m pytest tests/cache tests/test_native.py -k "killed or sanitizer"
+	FUZZ=1 .venv/bin/python -m pytest tests/cache tests/test_native.py -k "kill or sanitizer"
 
 stress: .venv/ready-dev  ## the tests of threads, 50 times each, with threads switching every 10 microseconds
 	.venv/bin/python -m pytest -m threads --repeat 50 --switch-interval 1e-5 -x

@@ -51,14 +51,14 @@ class Waiter(Promise):
         """Give the caller the result, or the error of making it, unless there is an outcome already."""
         try:
             result = make_result()
+            rows = result.metadata.length
+            if self.expected not in (None, rows):
+                raise PlanMismatchError(f"expected {self.expected} tokens, but this image makes {rows}")
+            self.running = self.running or self.start()
+            if self.running:
+                self.succeed(result)
         except Exception as error:  # no waiter may be left without an outcome
             self.reject(error)
-            return
-        rows = result.metadata.length
-        if self.expected not in (None, rows):
-            self.reject(PlanMismatchError(f"expected {self.expected} tokens, but this image makes {rows}"))
-        elif self.running or self.start():
-            self.succeed(result)
 
     def reject(self, error: BaseException) -> None:
         """Give the caller the error, unless there is an outcome already."""
@@ -94,8 +94,8 @@ class Coalescer:
     @classmethod
     def open(cls, config: CacheConfig, settings: EncoderSettings, pipeline: ImagePipeline) -> Coalescer:
         """Open the cache. Reads the vision tensors. Raises CacheError."""
+        transfers = open_transfers(settings.device, settings.handoff)  # first: its failure leaves no lock
         cache = Cache(config, partial(pipeline.cache_keys, settings.device))
-        transfers = open_transfers(settings.device, settings.handoff)
         return cls(cache, transfers, config.results, settings.preprocess_workers)
 
     def __init__(self, cache: Cache, transfers: Transfers, results: str, lookups: int) -> None:

@@ -130,8 +130,8 @@ class Encoder:
         try:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
-                    job = self._job(image, expected, image_options, timeout, deadline)
-                    call.add(self._admission.admit(job))
+                    asked = image, expected, image_options, timeout, deadline
+                    call.add(self._admission.admit(self._job(*asked)))  # a kept job would keep its result
                 if call.failed:
                     break  # its error is raised below
             return [call.result(index) for index in range(len(call.futures))]
@@ -158,8 +158,8 @@ class Encoder:
         try:
             for index, (image, expected) in enumerate(call.items):
                 with call.naming(index):
-                    job = self._job(image, expected, image_options, timeout, deadline)
-                    call.add(await self._admission.admit_async(job))
+                    asked = image, expected, image_options, timeout, deadline
+                    call.add(await self._admission.admit_async(self._job(*asked)))
                 if call.failed:
                     break
             return await call.results_async()

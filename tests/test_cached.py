@@ -38,7 +38,8 @@ from mm_encoder import (
     ReplicaError,
 )
 from mm_encoder.cache.memory import live_cpu_bytes_process
-from mm_encoder.coalescer import Coalescer, LookUp
+from mm_encoder.coalescer import Coalescer, LookUp, Waiter
+from mm_encoder.engine.deadlines import Deadlines
 from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.source import Source
 
@@ -426,7 +427,7 @@ def test_a_failed_generate_returns_after_its_preparation_has_stopped(
         nothing_left(encoder)
 
 
-@pytest.mark.parametrize("where", ["keep", "share", "give"])
+@pytest.mark.parametrize("where", ["keep", "share", "give", "account"])
 def test_an_internal_error_on_delivery_leaves_no_waiter(
     make: Make, work: Work, monkeypatch: pytest.MonkeyPatch, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -442,6 +443,21 @@ def test_an_internal_error_on_delivery_leaves_no_waiter(
             patch.setattr(coalescer.cache, "put", broken)
         elif where == "share":
             patch.setattr(coalescer, "_for_consumer", broken)
+        elif where == "account":
+            work.hold()
+            asks = [encoder.submit(png()) for _ in range(3)]
+            work.wait()
+            until(lambda: encoder.cache_stats().joined == 2)
+            forget, left = Deadlines.forget, [1]
+
+            def broken_once(deadlines: Deadlines, promise: Any) -> None:
+                if isinstance(promise, Waiter) and left:
+                    left.pop()
+                    raise MemoryError("no memory")
+                forget(deadlines, promise)
+
+            patch.setattr(Deadlines, "forget", broken_once)
+            work.opened.set()
         else:
             patch.setattr(coalescer, "_result", broken)
             work.hold()
@@ -450,10 +466,11 @@ def test_an_internal_error_on_delivery_leaves_no_waiter(
             work.wait()
             asks.append(encoder.submit(png(1)))
             work.opened.set()
-        if where != "give":
+        if where in ("keep", "share"):
             asks = [encoder.submit(png()) for _ in range(3)]
         outcomes = [ask.exception(timeout=HANG) for ask in asks]
     assert where != "keep" or outcomes == [None] * 3
+    assert where != "account" or outcomes.count(None) == 2
     assert where != "share" or isinstance(outcomes[0], ReplicaError)
     assert encoder.submit(png()).result(timeout=HANG)
     nothing_left(encoder)

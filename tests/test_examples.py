@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from .helpers.waiting import HANG
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 CHECKPOINT = ROOT / "tests" / "golden" / "glm53" / "checkpoint"
@@ -36,7 +38,12 @@ def environment() -> dict[str, str]:
 
 def printed_by(name: str, *arguments: object) -> list[str]:
     run = subprocess.run(
-        command(name, *arguments), env=environment(), capture_output=True, text=True, timeout=120, check=False
+        command(name, *arguments),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
     )
     assert (run.returncode, run.stderr) == (0, "")
     return run.stdout.splitlines()
@@ -105,7 +112,7 @@ def service(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def answer(url: str, body: bytes | None = None) -> tuple[int, dict[str, object]]:
     try:
-        with urllib.request.urlopen(url, body, timeout=60) as response:
+        with urllib.request.urlopen(url, body, timeout=HANG) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         with error:
@@ -123,7 +130,7 @@ def test_the_service_answers_and_closes_cleanly() -> None:
         assert answer(f"{url}/embed", b"%PDF-1.7")[0] == 415
         assert answer(f"{url}/elsewhere")[0] == 404
         run.send_signal(signal.SIGTERM)
-        printed, errors = run.communicate(timeout=30)
+        printed, errors = run.communicate(timeout=HANG)
         assert (run.returncode, errors) == (0, "")
         assert printed == "closed: 1 encoded, 0 refused, 2 failed\n"
 
@@ -132,11 +139,14 @@ def test_an_overloaded_service_answers_429_and_loses_nothing_that_it_accepted(tm
     pixels = np.random.default_rng(0).integers(0, 256, (3000, 3000, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "large.png", compress_level=1)
     body = (tmp_path / "large.png").read_bytes()
-    with service("--queue-depth", 1, "--patience", 0) as (run, url), ThreadPoolExecutor(12) as pool:
+    with (
+        service("--queue-depth", 1, "--patience", 0, "--deadline", 3600) as (run, url),
+        ThreadPoolExecutor(12) as pool,
+    ):
         statuses = [status for status, _ in pool.map(lambda _: answer(f"{url}/embed", body), range(12))]
         assert set(statuses) == {200, 429}
         run.send_signal(signal.SIGTERM)
-        printed, _ = run.communicate(timeout=30)
+        printed, _ = run.communicate(timeout=HANG)
         refused = statuses.count(429)
         assert printed == f"closed: {12 - refused} encoded, {refused} refused, 0 failed\n"
 

@@ -95,6 +95,7 @@ class Preprocessor(Worker):
         self._pipeline.hash(job)
         deliver = self._coalescer.before_decode(job)
         if deliver is not None:
+            job.source = None  # delivering may take long
             return Deliver(deliver)
         self._pipeline.decode(job)
         return Ready()

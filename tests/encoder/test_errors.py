@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import io
 import threading
@@ -203,8 +204,13 @@ def test_a_stored_replica_error_keeps_no_tower_alive(
         assert any("in _encode" in note for note in kept.__notes__)  # the stack, as text
 
 
-def test_a_failed_generate_keeps_no_results_alive(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bad", [0, 1, 3])
+@pytest.mark.parametrize("way", ["generate", "generate_async"])
+def test_a_failed_generate_keeps_no_results_alive(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch, way: str, bad: int
+) -> None:
     watches: list[weakref.ref[torch.Tensor]] = []
+    kept: list[MediaError] = []
     forward = GlmTower.forward
 
     def watched(tower: GlmTower, *arguments: Any) -> torch.Tensor:
@@ -213,16 +219,41 @@ def test_a_failed_generate_keeps_no_results_alive(encoder: Encoder, monkeypatch:
         return rows
 
     monkeypatch.setattr(GlmTower, "forward", watched)
+    # The failing image is large, so that it fails late, after all the others were admitted.
+    images = [png(600, 600)[:-30] if index == bad else png(20 + index, 20) for index in range(4)]
     gc.collect()
     gc.disable()
     try:
         try:
-            encoder.generate([png(20, 20), png(21, 20), png(22, 20), png(23, 20)[:-30]])
-        except MediaError:
-            pass
+            if way == "generate":
+                encoder.generate(images)
+            else:
+                asyncio.run(encoder.generate_async(images))
+        except MediaError as error:
+            kept.append(error)
         monkeypatch.setattr(GlmTower, "forward", forward)
         encoder.generate(png(20, 20))  # so that the replica has released the previous job
+        assert len(kept) == 1
         assert all(watch() is None for watch in watches)
+    finally:
+        gc.enable()
+
+
+def test_the_error_of_a_single_image_is_in_no_cycle(encoder: Encoder) -> None:
+    class Caller:
+        """Lives as long as the frame of the failed call."""
+
+    def call() -> weakref.ref[Caller]:
+        caller = Caller()
+        with pytest.raises(MediaError):
+            encoder.generate(png(300, 300)[:-30])
+        return weakref.ref(caller)
+
+    gc.collect()
+    gc.disable()
+    try:
+        watch = call()
+        assert watch() is None
     finally:
         gc.enable()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ...helpers.programs import outcome_of
+from ...helpers.waiting import HANG
 from .conftest import Open, entry, key, needs_foyer
 
 PROGRAM = """
@@ -34,7 +35,7 @@ def same(one, other):
 """
 
 
-def outcome(program: str, path: Path, limit: int = 20) -> tuple[int, str, str]:
+def outcome(program: str, path: Path, limit: int = HANG) -> tuple[int, str, str]:
     return outcome_of(f"{PROGRAM}{program}", path, limit=limit)
 
 
