@@ -3,9 +3,9 @@
     python examples/asyncio_service.py CHECKPOINT [--device cpu] [--port 8000]
     curl --data-binary @photo.jpg http://127.0.0.1:8000/embed
 
-POST /embed   an image as the body; answers with what was made of it, as JSON
+POST /embed   an image as the body; answers with shape, grid and hash of its rows, as JSON
 GET  /ready   200 while new images are accepted, else 503: for the load balancer
-GET  /live    200 until no replica is left, then 500: for whatever restarts the process
+GET  /live    200 until no replica is left, then 500: for the supervisor that restarts the process
 
 An overloaded service answers 429 at once instead of queueing without bound, an image that no replica takes in
 time gets 504, and SIGTERM finishes what was accepted. A server in front of a language model would pass the
@@ -32,14 +32,16 @@ from mm_encoder import (
     MediaLimits,
     MediaTooLargeError,
     MMEncoderError,
+    PlanMismatchError,
     UnsupportedMediaError,
 )
 
-# The first that fits; what is raised for a caller's image comes before faults of the service.
+# The first that fits; errors of the caller's image come before faults of the service.
 STATUS: tuple[tuple[type[MMEncoderError], int], ...] = (
     (MediaTooLargeError, 413),
     (UnsupportedMediaError, 415),
     (MediaError, 400),
+    (PlanMismatchError, 400),  # where the client passes `expected_tokens`
     (EncoderBusyError, 429),
     (EncoderClosedError, 503),
     (DeadlineExceededError, 504),
@@ -141,10 +143,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="0: any free port")
     parser.add_argument("--queue-depth", type=int, help="images accepted and not yet running")
     parser.add_argument("--patience", type=float, default=0.05, help="seconds to wait for a slot before 429")
-    parser.add_argument("--deadline", type=float, default=5.0, help="seconds until an image waits in vain")
+    parser.add_argument("--deadline", type=float, default=5.0, help="seconds until an image that waits fails")
     arguments = parser.parse_args()
     limits = MediaLimits(max_bytes=32 * 1024**2, max_pixels=50_000_000)
-    # Before the loop runs: loading weights takes its time, and would block it.
+    # Before the loop runs: loading the weights would block it.
     encoder = Encoder(
         arguments.checkpoint, device=arguments.device, queue_depth=arguments.queue_depth, limits=limits
     )

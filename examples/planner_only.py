@@ -1,9 +1,9 @@
-"""Plan images without weights and without a device: what a scheduler or an API front end needs.
+"""Plan images without weights and without a device, as a scheduler or an API front end does.
 
     python examples/planner_only.py CHECKPOINT [IMAGE | WIDTHxHEIGHT ...]
 
 For each image: its rows and its patch grid, from the header alone. Then the first image is also preprocessed
-on the CPU, for callers that run a tower of their own.
+on the CPU, for callers that run their own tower.
 """
 
 from __future__ import annotations

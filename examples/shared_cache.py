@@ -22,7 +22,7 @@ IMAGES = [np.full((120, 160, 3), value, np.uint8) for value in (0, 100, 200)]
 
 
 def serve(name: str, checkpoint: Path, directory: Path, device: str, start: Event, stored: Event) -> None:
-    """Encode the images in a process of its own once `start` is set; set `stored` when they are on disk."""
+    """Encode the images once `start` is set; set `stored` when they are on disk. Runs in its own process."""
     cache = CacheConfig(
         disk_path=directory, disk_bytes=256 * 1024**2, max_entry_bytes=64 * 1024**2, shared=True
     )

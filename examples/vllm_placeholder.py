@@ -34,7 +34,7 @@ def expand(prompt: Sequence[int], placeholder: int, plans: Sequence[MediaPlan]) 
 
 
 def png(width: int, height: int) -> bytes:
-    """An image as a request would carry it."""
+    """Return an image as a request would contain it."""
     buffer = io.BytesIO()
     Image.radial_gradient("L").resize((width, height)).save(buffer, "PNG")
     return buffer.getvalue()

@@ -1,7 +1,7 @@
 """Request coalescing in front of the engine, when a cache is configured.
 
 Each caller holds a waiter. It is resolved from the cache (memory, then disk), or joins the flight of the
-same key, or becomes the leader of a new flight, whose job goes through the engine. A flight claims its key,
+same key, or starts a new flight, whose job goes through the engine. A flight claims its key,
 and can be joined, right before its job is decoded: the job then has its slot and bytes, and the key is that
 of the very snapshot that is decoded.
 """

@@ -92,13 +92,13 @@ class CacheConfig:
     """A cache of results, in memory and, with `disk_path` and `disk_bytes`, on disk.
 
     memory_bytes: bytes of results that the memory tier keeps; 0 keeps none.
-    disk_path: a directory for the cache alone, which belongs to one encoder at a time.
+    disk_path: a directory for the cache alone; one encoder uses it at a time, or several with `shared`.
     disk_bytes: bytes that its files may take, at least four times `max_entry_bytes`.
     max_entry_bytes: larger results are returned and not kept; up to 1 GiB.
     results: "cpu": every result is a CPU tensor, shared by all callers that hit it. "device": a miss returns
         the device tensor at once and fills the cache behind it; a hit is uploaded.
-    disk_backend: "files", or "foyer" (extra `foyer`, Python 3.12 and newer).
-    shared: several encoders of one machine use `disk_path` together; "files" only.
+    disk_backend: "files", or "foyer" (extra `foyer`, Python 3.12 or newer).
+    shared: several encoders of one machine use `disk_path` together, all with `shared`; "files" only.
     """
 
     memory_bytes: int = 1024 * _MIB

@@ -141,7 +141,7 @@ class EncoderState(StrEnum):
     """Replicas are loading."""
     READY = "ready"
     DEGRADED = "degraded"
-    """It serves, but a replica is lost or a thread is wedged."""
+    """It serves, but a replica is lost (for good) or a thread is wedged (until it finishes its image)."""
     FAILED = "failed"
     """No replica is left; every call fails at once."""
     DRAINING = "draining"
@@ -165,9 +165,9 @@ class WorkerHealth:
 class Health:
     """An encoder at one moment.
 
-    `queue_length` and `queue_bytes` are the jobs admitted and not yet running, `oldest_s` the age in seconds
-    of the oldest of them, `waiting` the callers that wait for a slot. `last_error` is the engine's last
-    failure as text; invalid images do not count.
+    `queue_length` and `queue_bytes` are the jobs that have a slot and are not yet running, `oldest_s` the age
+    in seconds of the oldest of them, `waiting` the callers that wait for a slot. `last_error` is the engine's
+    last failure as text; invalid images do not count.
     """
 
     state: EncoderState
@@ -200,8 +200,8 @@ class EncoderStats:
     """Counts of the images that reached the engine since construction; cache hits do not.
 
     Every image ends as exactly one of `succeeded`, `failed`, `cancelled`, `late` (its deadline passed),
-    `refused` (queue full, or closed) and `joined` (with a cache: the same image was being encoded), or is
-    `in_flight`. `errors` counts the failed by the name of their error. `stages` covers up to 1024 recent
+    `refused` (queue full, or closed) and `joined` (with a cache: another job or memory has the result), or is
+    `in_flight`. `errors` has (class name, count) pairs of the failed. `stages` covers up to 1024 recent
     results and includes `total`; empty before the first.
     """
 
@@ -219,8 +219,8 @@ class EncoderStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A cache's counts since it was opened, and its contents. Every lookup counts once, as a hit in memory or
-    on disk, as `joined` (the same image was being encoded) or as a miss.
+    """A cache's counts since it was opened, and its contents. A lookup counts once, as a hit in memory or on
+    disk, as `joined` (got another job's result) or as a miss; as none if it ended before decoding.
 
     `bypasses` are results larger than `max_entry_bytes`; `dropped` were not written to disk, because the
     backlog was full or the write failed. `live_cpu_bytes_process` are the bytes of cached rows alive in this

@@ -41,7 +41,7 @@ class Encoder:
 
     checkpoint: directory with config.json, processor file and safetensors.
     model: name for metadata and identity; by default the config's or the directory's.
-    device: "cuda", "cuda:N" or "cpu".
+    device: "cuda", "cuda:N" or "cpu"; on a machine without a GPU pass "cpu".
     family: by default recognised from config.json.
     cache: results kept in memory and on disk, see CacheConfig; off by default.
     stream_priority: requested CUDA priority, lower is higher; `self.stream_priority` is what was granted.
@@ -50,10 +50,10 @@ class Encoder:
     share_weights: one read-only copy of the weights for all replicas.
     handoff: "host": a result is complete when its future is; "stream": the CUDA stream that was current at
         submission waits for it instead of the host. No difference on a CPU.
-    queue_depth: jobs admitted and not yet running; by default 2 per replica.
-    queue_bytes: bytes of source and pixels that those jobs may hold.
+    queue_depth: images admitted and not yet running; by default 2 per replica.
+    queue_bytes: bytes of source and pixels that those images may hold.
     preprocess_workers: threads that decode and preprocess; by default min(4, usable CPUs). All encoders of a
-        process together prepare no more images at a time than it may use CPUs.
+        process together prepare at most one image per usable CPU at a time.
     limits: bytes and pixels of one image, see MediaLimits.
     wedged_after: seconds at one image after which `health` reports a thread as wedged.
 
@@ -122,8 +122,8 @@ class Encoder:
 
         Images of one call are preprocessed in parallel and may run on different replicas. `expected_tokens`
         holds one positive int per image; a count that differs from the plan's raises PlanMismatchError before
-        the tower runs. `timeout` and `deadline` hold for each image, as in `submit`. If an image fails its
-        error is raised, with its index in the message, once nothing of the call runs any more.
+        the tower runs. `timeout` and `deadline` hold for each image, as in `submit`. A refusal ends the call,
+        else the first error in input order; raised with its index once nothing of the call runs any more.
         """
         self._engine.require_usable()
         call = Call(images, expected_tokens, self._engine.scheduler)
@@ -149,9 +149,9 @@ class Encoder:
     ) -> list[ImageResult]:
         """`generate` for an event loop, which is never blocked; no thread waits for the call.
 
-        The images are opened in preprocessing threads: they must not be changed before this returns.
-        `timeout` bounds the wait for a slot, not that for the bytes of an opened image. Cancelling the task
-        cancels the images that no replica has taken yet.
+        Preprocessing threads open the images: they must not be changed until the await has finished.
+        `timeout` bounds the wait for a slot only, not that for the bytes of an opened image. Cancelling the
+        task cancels the images that no replica has taken yet.
         """
         self._engine.require_usable()
         call = Call(images, expected_tokens, self._engine.scheduler)
@@ -184,7 +184,7 @@ class Encoder:
         timeout: float | None = None,
         deadline: float | None = None,
     ) -> Future[ImageResult]:
-        """Queue one image; waits at most `timeout` seconds (0: not at all) while the queue is full.
+        """Queue one image; waits at most `timeout` seconds (0: not at all) for its slot and bytes.
 
         `deadline` is a moment on time.monotonic()'s clock: if no replica has taken the image by then, its
         future raises DeadlineExceededError; a running one finishes. The image is copied and its header read
@@ -200,8 +200,8 @@ class Encoder:
         return self._admission.admit(self._job(image, expected_tokens, image_options, timeout, deadline))
 
     def encode_image(self, data: ImageInput) -> dict[str, torch.Tensor]:
-        """Encode one image into named tensors: `embeddings` [rows, width] on the device, and int64
-        `embedding_offsets` [2] and `grid_thws` [1, 3] on the CPU. Raises as `generate`.
+        """Encode one image into named tensors: `embeddings` [rows, width] on the device (with a cache of
+        `results="cpu"` on the CPU), and int64 `embedding_offsets` [2] and `grid_thws` [1, 3] on the CPU.
         """
         check_input(data, None)
         return _named(self.generate(data)[0])
@@ -227,14 +227,14 @@ class Encoder:
         return self._coalescer.stats()
 
     def bump_weights(self) -> None:
-        """Invalidate all cached results, for callers who change weights in place. Call it before the change,
-        so that nothing made meanwhile is kept, and again after it.
+        """Invalidate all results cached by this encoder, for callers that change weights in place. Call it
+        before the change, so that nothing made meanwhile is kept, and again after it.
         """
         self._engine.require_usable()
         self._coalescer.bump_weights()
 
     def close(self) -> None:
-        """Stop admission, finish accepted images, join every thread. Idempotent; results stay valid.
+        """Stop admission, finish accepted images, join every thread, without a timeout. Idempotent.
 
         In a future's callback it stops admission and returns; the threads end by themselves.
         """

@@ -1,7 +1,7 @@
 """Everything this library raises on purpose.
 
     MMEncoderError
-    ├─ MediaError (also ValueError)         the caller's media is at fault
+    ├─ MediaError (also ValueError)         the caller's media is invalid
     │  ├─ MediaDecodeError                  empty, truncated, corrupt, no frame
     │  ├─ UnsupportedMediaError             recognised or not, but not decoded here; names the kind
     │  └─ MediaTooLargeError                bytes or pixels over the limit; decided from the header
@@ -9,13 +9,13 @@
     ├─ CheckpointError                      config, processor or weights are not what the family needs
     ├─ RuntimeMismatchError                 built for another runtime than this host; says in what
     ├─ EncoderClosedError                   the encoder was closed
-    ├─ EncoderBusyError                     the queue stayed full for the caller's `timeout`
+    ├─ EncoderBusyError                     no slot or bytes became free within `timeout`
     ├─ DeadlineExceededError                the caller's `deadline` passed before the tower began
     ├─ ForkedProcessError                   the encoder was created before fork()
     ├─ ReplicaError                         the engine failed; chained to its cause
     │  └─ DeviceOutOfMemoryError            that job did not fit; the encoder goes on
-    └─ CacheError                           the cache cannot be opened as asked
-       └─ CacheLockedError                  its directory belongs to another encoder; names the path
+    └─ CacheError                           the cache cannot be opened as configured
+       └─ CacheLockedError                  another encoder uses its directory; has the path
 
 Arguments of the wrong type or out of range raise TypeError or ValueError as anywhere in Python.
 """
@@ -60,7 +60,7 @@ class EncoderClosedError(MMEncoderError):
 
 
 class EncoderBusyError(MMEncoderError):
-    """The queue stayed full for the caller's `timeout`; nothing was started, so the call may be repeated."""
+    """No slot or bytes became free within the caller's `timeout`; the image was not started."""
 
 
 class DeadlineExceededError(MMEncoderError):
@@ -84,4 +84,4 @@ class CacheError(MMEncoderError):
 
 
 class CacheLockedError(CacheError):
-    """Another encoder uses the cache's directory; the message names it."""
+    """Another encoder uses the cache's directory, whose path is in the message."""

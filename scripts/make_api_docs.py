@@ -27,9 +27,9 @@ HEAD = """<!-- Made by scripts/make_api_docs.py from the docstrings. Edit those,
 
 # API
 
-Every public name of `mm_encoder`, with its docstring. Tables of settings with their defaults are in
-[configuration.md](configuration.md), errors with their remedies in [troubleshooting.md](troubleshooting.md),
-words in [glossary.md](glossary.md).
+Every public name of `mm_encoder`, with its docstring. Tables of settings are in
+[configuration.md](configuration.md), of reported fields in [observability.md](observability.md), remedies
+for errors in [troubleshooting.md](troubleshooting.md), words in [glossary.md](glossary.md).
 
 `ImageInput` is anything that [an image may be](quickstart.md#what-an-image-may-be).
 """
