@@ -18,7 +18,7 @@ smoke: .venv/ready-dev  ## check the installed package as an engine image would;
 docs: .venv/ready-dev  ## write docs/api.md from the docstrings
 	.venv/bin/python scripts/make_api_docs.py
 
-wheel: .venv/ready-dev  ## build dist/*.whl, and run smoke/ on it in an environment of its own
+wheel: .venv/ready-dev  ## build dist/*.whl, and run smoke/ on it in a fresh environment
 	scripts/wheel
 
 soak: .venv/ready-dev  ## memory over 10,000 good, 10,000 bad and 2000 animated images
