@@ -113,7 +113,7 @@ def _is_in(code: CodeType, part: str) -> bool:
 
 def _codes() -> list[CodeType]:
     found: dict[int, CodeType] = {}
-    waiting = [f.__code__ for f in gc.get_objects() if isinstance(f, FunctionType)]
+    waiting = [f.__code__ for f in gc.get_objects() if type(f) is FunctionType]
     while waiting:
         code = waiting.pop()
         if id(code) not in found and Path(code.co_filename).is_relative_to(PACKAGE):
