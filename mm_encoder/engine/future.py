@@ -34,12 +34,16 @@ class _Condition(threading.Condition):
         sleeper = _thread.allocate_lock()
         sleeper.acquire()
         self._waiters.append(sleeper)  # type: ignore[attr-defined]
-        held = self._lock._release_save()  # type: ignore[attr-defined]
+        held = None
         try:
+            held = self._lock._release_save()  # type: ignore[attr-defined]
             # A notification after this check releases the sleeper, which is in the list.
             return self._over or sleeper.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
-            self._lock._acquire_restore(held)  # type: ignore[attr-defined]
+            if held is not None:
+                self._lock._acquire_restore(held)  # type: ignore[attr-defined]
+            elif not self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock.acquire()  # interrupted right after it was released
             with suppress(ValueError):
                 self._waiters.remove(sleeper)  # type: ignore[attr-defined]
 

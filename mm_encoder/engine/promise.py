@@ -42,10 +42,13 @@ class Promise:
         """
         # The future is the caller's, who may have set its state; that must hurt nobody else.
         with self.future._condition:
-            if self.begun or not self.future.begin():
+            if self.begun:
                 return False
-            self._verdict, self.begun = verdict, True
-            return True
+            self._verdict = verdict  # first, so that `complete` knows what an interrupted call had decided
+            self.begun = self.future.begin()
+            if not self.begun:
+                self._verdict = None
+            return self.begun
 
     def watch(self) -> None:
         """Have `on_done` called with a CancelledError once the caller cancels the future.
@@ -67,8 +70,10 @@ class Promise:
 
     def complete(self) -> None:
         """Bring to its end what was interrupted: give the error that was decided, or cancel."""
-        if self._verdict is not None:
-            self.fail(self._verdict)
+        verdict = self._verdict
+        if verdict is not None:
+            if self.begun or self.start(verdict):
+                self.fail(verdict)
         elif not self.begun:
             self.future.cancel()
 
