@@ -8,7 +8,6 @@ of the very snapshot that is decoded.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,10 +25,9 @@ from .engine.faults import Joined, copy_error
 from .engine.job import Job
 from .engine.promise import Promise
 from .errors import PlanMismatchError
+from .logs import logger
 from .pipeline import ImagePipeline
 from .settings import EncoderSettings
-
-logger = logging.getLogger("mm_encoder")
 
 
 @dataclass(eq=False, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock
 
-logger = logging.getLogger("mm_encoder")
+from ..logs import logger
 
 _CLOSE_TIMEOUT_S = 5.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -15,11 +14,11 @@ import torch
 
 from ..config import CacheConfig
 from ..contract import CacheStats, ImageMetadata
+from ..logs import logger
 from .entry import DiskStats, DiskTier, Entry
 from .key import Keys
 from .memory import MemoryTier, live_cpu_bytes_process
 
-logger = logging.getLogger("mm_encoder")
 
 Rows = Callable[[], torch.Tensor]
 """Returns a result's rows on the CPU, in storage that nothing else shares; may wait for a device."""

@@ -1,0 +1,151 @@
+"""An exception at any place of the engine, in any of its threads, leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mm_encoder import Encoder, MMEncoderError
+
+from ..helpers.interrupts import AVAILABLE, Interrupts, Place, in_thread
+from ..helpers.threads import joined, library_threads
+from ..helpers.waiting import HANG, nothing_left, until
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="sys.monitoring came with Python 3.12")
+
+ALL = bool(os.environ.get("STRESS"))
+SAMPLE = 40
+"""Places per scenario, spread over all, unless STRESS is set."""
+PARTS = ("engine", "locks.py", "encoder.py")
+IMAGE = np.zeros((30, 30, 3), np.uint8)
+CALLER = "the caller"
+
+
+def is_caller() -> bool:
+    return threading.current_thread().name == CALLER
+
+
+def submit(encoder: Encoder) -> None:
+    encoder.submit(IMAGE).result(HANG)
+
+
+def submit_and_cancel(encoder: Encoder) -> None:
+    futures = [encoder.submit(IMAGE, deadline=time.monotonic() + 1e6) for _ in range(3)]
+    for future in reversed(futures):
+        future.cancel()
+
+
+def generate(encoder: Encoder) -> None:
+    encoder.generate([IMAGE, IMAGE])
+
+
+def refused(encoder: Encoder) -> None:
+    for _ in range(6):
+        encoder.submit(IMAGE, timeout=0)
+
+
+def as_caller(work: Callable[[], object]) -> None:
+    """Do `work` in a thread of the caller's name; it may raise what a caller may see."""
+    raised: list[BaseException] = []
+
+    def noting() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=noting, name=CALLER, daemon=True)
+    thread.start()
+    joined([thread])
+    for error in raised:
+        assert isinstance(error, (KeyboardInterrupt, MemoryError, MMEncoderError, CancelledError)), error
+
+
+def places(interrupts: Interrupts, run: Callable[[], None]) -> list[tuple[Place, int]]:
+    """Return the places that `run` visits, each with its first and its last visit."""
+    with interrupts.recording() as visited:
+        run()
+    # There is nothing in _Condition.wait between waiting and taking the lock again but line events.
+    visited = {place: count for place, count in visited.items() if place[1::2] != ("_Condition.wait", "line")}
+    found = [(place, visit) for place, count in sorted(visited.items()) for visit in sorted({1, count})]
+    return found if ALL else found[:: -(-len(found) // SAMPLE)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("scenario", [submit, submit_and_cancel, generate, refused])
+def test_an_interrupted_caller_leaves_nothing_behind(
+    glm53_checkpoint: Path, scenario: Callable[[Encoder], None], error: type[BaseException]
+) -> None:
+    interrupts = Interrupts(*PARTS, role=is_caller)
+    with Encoder(glm53_checkpoint, device="cpu", queue_depth=2, preprocess_workers=1) as encoder:
+        wanted = encoder.generate(IMAGE)[0].tensor
+        struck = 0
+        for place, visit in places(interrupts, lambda: as_caller(lambda: scenario(encoder))):
+            with interrupts.striking(place, visit, error):
+                as_caller(lambda: scenario(encoder))
+            struck += interrupts.struck
+            nothing_left(encoder)
+            assert torch.equal(encoder.generate(IMAGE)[0].tensor, wanted), place
+        assert struck > SAMPLE / 3
+
+
+@pytest.mark.parametrize("error", [SystemExit, MemoryError])
+@pytest.mark.parametrize("role", ["mm-encoder-prep", "mm-encoder-replica", "mm-encoder-deadlines"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_interrupted_thread_of_the_engine_leaves_nothing_behind(
+    glm53_checkpoint: Path, role: str, error: type[BaseException]
+) -> None:
+    """A replica may be lost, the other one goes on; every image has an outcome, and close() ends."""
+    interrupts = Interrupts("engine", "locks.py", role=in_thread(role))
+
+    def run(encoder: Encoder) -> None:
+        futures = [encoder.submit(IMAGE, deadline=time.monotonic() + 1e6) for _ in range(2)]
+        late = encoder.submit(IMAGE, deadline=1.0)
+        futures[1].cancel()
+        assert len(wait([*futures, late], HANG).done) == 3
+
+    def life() -> None:
+        with opened_encoder(glm53_checkpoint) as encoder:
+            run(encoder)
+
+    for place, visit in places(interrupts, life):
+        with interrupts.striking(place, visit, error):
+            try:
+                with opened_encoder(glm53_checkpoint) as encoder:
+                    run(encoder)
+                    nothing_left(encoder)
+                    outcome = encoder.submit(IMAGE)
+                    assert outcome.exception(HANG) is None or interrupts.struck
+                    assert encoder.submit(IMAGE).result(HANG), place
+            except (error, MMEncoderError):
+                assert interrupts.struck  # while it was constructed
+        until(lambda: not library_threads())
+
+
+def opened_encoder(checkpoint: Path) -> Encoder:
+    return Encoder(checkpoint, device="cpu", queue_depth=4, preprocess_workers=1, replicas_per_gpu=2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_close_can_be_repeated(glm53_checkpoint: Path, error: type[BaseException]) -> None:
+    interrupts = Interrupts(*PARTS, role=is_caller)
+
+    def life() -> None:
+        encoder = opened_encoder(glm53_checkpoint)
+        future = encoder.submit(IMAGE)
+        as_caller(encoder.close)
+        encoder.close()
+        assert future.done()
+
+    for place, visit in places(interrupts, life):
+        with interrupts.striking(place, visit, error):
+            life()
+        assert not library_threads()
