@@ -30,11 +30,12 @@ class DaemonPool:
         """Have `work` done. Raises RuntimeError after `close`, or if no thread can be started."""
         if self._closed:
             raise RuntimeError("the pool is closed")
-        # The thread first: whoever is interrupted between the two leaves an idle thread, and no work behind.
-        if not self._idle.acquire(blocking=False) and len(self._threads) < self._limit:
-            self._start_thread()
         future: Future[T] = Future()
         self._queue.put((future, work))
+        # After the work: a thread that starts and finds none says that it is idle, and may take this work as
+        # well before the next is submitted, which would then wait for it.
+        if not self._idle.acquire(blocking=False) and len(self._threads) < self._limit:
+            self._start_thread()
         if self._closed:  # meanwhile: a thread that was just started must end, too
             self._queue.put(None)
         return future
