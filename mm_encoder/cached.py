@@ -19,8 +19,8 @@ from .contract import ImageResult
 from .engine.admission import Admission, wait_for_future
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
+from .engine.future import run_in_new_thread
 from .engine.job import Job
-from .engine.worker import run_in_new_thread
 from .pipeline import ImagePipeline
 
 T = TypeVar("T")

@@ -41,12 +41,12 @@ class Waiter(Promise):
     """The stream on which the caller will read the rows; None on the CPU."""
     flight: Flight[Waiter] | None = None
     running: bool = False
-    """Whether the flight's job runs, which started this promise too."""
+    """Whether the flight gives the outcome, and nothing else can any more: its job runs, or has ended."""
 
     def mark_running(self) -> None:
-        """Rule out cancelling and deadlines from now on: the job runs."""
+        """Rule out cancelling and deadlines from now on."""
         if not self.running:
-            self.running = True  # first: whoever is interrupted here has ruled nothing out
+            self.running = True  # first: an interrupt in between loses no outcome
             self.running = self.start()
 
     def resolve(self, make_result: Callable[[], ImageResult]) -> None:
@@ -61,14 +61,17 @@ class Waiter(Promise):
         rows = result.metadata.length
         if self.expected not in (None, rows):
             self.reject(PlanMismatchError(f"expected {self.expected} tokens, but this image makes {rows}"))
-        elif self.running or self.start():
+            return
+        self.mark_running()
+        if self.running:
             self.succeed(result)
 
     def reject(self, error: BaseException) -> None:
         """Give the caller the error, unless there is an outcome already."""
         if self.future.done():
             return
-        if self.running or self.start():
+        self.mark_running()
+        if self.running:
             self.fail(error)
 
 

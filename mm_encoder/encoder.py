@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,12 +27,11 @@ from .engine.call import Call
 from .engine.engine import Engine
 from .engine.job import Job
 from .families.registry import load_family
+from .logs import logger
 from .media.source import ImageInput, check_input
 from .pipeline import ImagePipeline
 from .runtime import native_summary, usable_cpus
 from .settings import EncoderSettings
-
-logger = logging.getLogger("mm_encoder")
 
 
 class Encoder:

@@ -10,7 +10,6 @@ time. There is no fsync: the checksums detect whatever a crash of the machine da
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import stat
 import threading
@@ -19,13 +18,12 @@ from pathlib import Path
 
 from ..config import require_int
 from ..errors import CacheError, CacheLockedError
+from ..logs import logger
 from . import directory
 from .codec import EntryError, encode
 from .entry import DiskStats, DiskTier, Entry
 from .ledger import LEDGER_BYTES, Ledger, lock
 from .order import EvictionOrder
-
-logger = logging.getLogger("mm_encoder")
 
 _LOCK_TIMEOUT_S = 5.0  # to wait for writes of other processes
 _READER_LOCK_TIMEOUT_S = 0.1

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from ..logs import logger
 from .locks import Lock
-
-logger = logging.getLogger("mm_encoder")
 
 _CLOSE_TIMEOUT_S = 5.0
 

@@ -7,10 +7,11 @@ is left, whichever caller started it, and is abandoned when the last one leaves.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Generic, Protocol, TypeVar
+
+from ..locks import AskableLock, guarded
 
 
 class Waits(Protocol):
@@ -24,11 +25,11 @@ Abandon = Callable[[BaseException | None], object]
 
 
 class Flight(Generic[A]):
-    """One computation and its waiters. `abandon` is called with the reason when the last waiter leaves.
+    """One computation and its waiters. `abandon` is called with the reason when the last waiter leaves; more
+    than once if it is interrupted.
 
     A waiter may leave anywhere, also where its own thread holds the lock: in a signal handler, or in a
-    finalizer that the garbage collector runs. So leaving only notes the wish, and whoever has the lock, or
-    can take it at once, fulfils it.
+    finalizer that the garbage collector runs.
     """
 
     def __init__(self, first: A, abandon: Abandon) -> None:
@@ -37,8 +38,7 @@ class Flight(Generic[A]):
         self._landed: list[A] = []
         self._running = False
         self._abandon: Abandon | None = abandon
-        self._leaving: deque[tuple[A, BaseException | None]] = deque()
-        self._lock = threading.Lock()
+        self._lock = AskableLock()
 
     @property
     def is_open(self) -> bool:
@@ -47,71 +47,60 @@ class Flight(Generic[A]):
 
     def join(self, *waiters: A) -> bool:
         """Add waiters; False if the flight has closed or was abandoned."""
-        with self._locked():
-            if self._waiters is None:
-                return False
-            self._waiters = [*self._waiters, *waiters]
-            running = self._running
-        if running:
+        if not self._add(waiters):
+            return False
+        if self._running:
             _mark_running(waiters)
         return True
 
     def mark_running(self) -> None:
         """Record that the computation runs, for the waiters of now and those to come."""
-        with self._locked():
-            self._running = True
-            waiters = self._waiters or ()
-        _mark_running(waiters)
+        self._running = True
+        _mark_running(self.waiters())
 
     def leave(self, waiter: A, why: BaseException | None = None) -> None:
         """Remove a waiter, because of `why` (None: it was cancelled). The last one abandons the flight."""
-        self._leaving.append((waiter, why))
-        self._fulfil_wishes()
+        self._lock.ask(partial(self._remove, waiter, why))
 
     def waiters(self) -> list[A]:
         """Return the waiters of this moment."""
-        return list(self._waiters or ())
+        return self._waiters or []  # the list is never changed, but replaced
 
+    @guarded
     def close(self) -> list[A]:
         """Close the flight, which cannot be joined any more, and return its waiters; the same ones if it is
         called again, until `forget`.
         """
-        with self._locked():
-            if self._waiters is not None:
-                self._landed = self._waiters
-                self._waiters = None
-            self._abandon = None  # a method of the computation, which refers to the flight
-            return list(self._landed)
+        if self._waiters is not None:
+            self._landed = self._waiters
+            self._waiters = None
+        self._abandon = None  # a method of the computation, which refers to the flight
+        return self._landed
 
     def forget(self) -> None:
         """Let go of the waiters that `close` returned."""
         self._landed = []
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._fulfil_wishes()
+    @guarded
+    def _add(self, waiters: tuple[A, ...]) -> bool:
+        if self._waiters is None:
+            return False
+        self._waiters = [*self._waiters, *waiters]
+        return True
 
-    def _fulfil_wishes(self) -> None:
-        while self._leaving and self._lock.acquire(blocking=False):
-            abandoned = False
-            why: BaseException | None = None
-            try:
-                while self._leaving and not abandoned:
-                    waiter, why = self._leaving[0]  # removed when fulfilled: an interrupt loses no wish
-                    if self._waiters is not None and any(other is waiter for other in self._waiters):
-                        self._waiters = [other for other in self._waiters if other is not waiter] or None
-                        abandoned = self._waiters is None
-                    self._leaving.popleft()
-            finally:
-                self._lock.release()
-            abandon = self._abandon
-            if abandoned and abandon is not None:
-                abandon(why)
-                self._abandon = None
+    def _remove(self, waiter: A, why: BaseException | None) -> None:
+        left = [other for other in self.waiters() if other is not waiter]
+        if len(left) == len(self.waiters()):
+            return  # it has left, or landed
+        if not left:
+            self._lock.after(partial(self._give_up, why))
+        self._waiters = left or None
+
+    def _give_up(self, why: BaseException | None) -> None:
+        abandon = self._abandon
+        if abandon is not None and self._waiters is None:
+            abandon(why)
+            self._abandon = None
 
 
 def _mark_running(waiters: Iterable[Waits]) -> None:

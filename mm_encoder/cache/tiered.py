@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,12 +14,11 @@ import torch
 
 from ..config import CacheConfig
 from ..contract import CacheStats, ImageMetadata
+from ..logs import logger
 from .entry import DiskStats, DiskTier, Entry
 from .key import Keys
 from .memory import MemoryTier, live_cpu_bytes_process
 from .reads import DiskRead, DiskReads
-
-logger = logging.getLogger("mm_encoder")
 
 Rows = Callable[[], torch.Tensor]
 """Returns a result's rows on the CPU, in storage that nothing else shares; may wait for a device."""
@@ -196,8 +193,7 @@ class Cache:
     def log_error(self, what: str) -> None:
         """Count the exception that is being handled as an error, and log it."""
         self.count("errors")
-        with suppress(Exception):  # a handler of the host's
-            logger.exception(what, extra={"mm_event": "cache_error"})
+        logger.exception(what, extra={"mm_event": "cache_error"})
 
     def _enqueue_write(self, key: bytes, pending: _PendingWrite) -> None:
         with self._changed:

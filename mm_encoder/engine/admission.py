@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from ..contract import ImageResult
 from ..errors import EncoderBusyError, MMEncoderError
-from .budget import Budget, Grant
+from .budget import Budget
+from .future import Grant, run_in_new_thread
 from .job import Job, JobState
 from .scheduler import Scheduler
-from .worker import run_in_new_thread
 
 OpenImage = Callable[[Job], None]
 """Replaces a job's `image` by `source` and `plan`; may raise."""
@@ -37,32 +37,43 @@ class Admission(Protocol):
 
 def admit(scheduler: Scheduler, job: Job, open_image: OpenImage) -> None:
     """Get `job` its slot, open it, get it its bytes, and enqueue it; waits `job.timeout` seconds in all."""
-    until = None if job.timeout is None else time.monotonic() + job.timeout
-    with _refusals(job):
-        scheduler.register(job)
-        if job.finished:
-            return
-        grant = scheduler.slots.acquire(job, 1)
-        scheduler.deadlines.watch(job)
-        _wait(scheduler.slots, job, grant, until)
-        if job.finished:  # cancelled, or late, while it waited or just before: its callback released nothing
-            scheduler.retire(job)
-            return
-        job.stage_done("admission_wait")
-        job.move_to(JobState.OPENING)
+    try:
         try:
-            open_image(job)
-        except Exception as error:
+            _admit(scheduler, job, open_image)
+        except MMEncoderError as error:
             job.fail_if_pending(error)
-            job.release_buffers()
-            return
-        job.stage_done("open")
-        grant = scheduler.bytes.acquire(job, job.nbytes)
-        if grant is not None and not job.finished:
-            job.move_to(JobState.WAITING)
-        _wait(scheduler.bytes, job, grant, until)
-        job.stage_done("admission_wait")
-        scheduler.enqueue(job)
+            raise
+    except BaseException:  # refused, or its caller interrupted, be it a line above
+        scheduler.drop(job)
+        raise
+
+
+def _admit(scheduler: Scheduler, job: Job, open_image: OpenImage) -> None:
+    until = None if job.timeout is None else time.monotonic() + job.timeout
+    scheduler.register(job)
+    if job.finished:
+        return
+    grant = scheduler.slots.acquire(job, 1)
+    scheduler.deadlines.watch(job)
+    _wait(scheduler.slots, job, grant, until)
+    if job.finished:  # cancelled, or late, while it waited or just before: its callback released nothing
+        scheduler.retire(job)
+        return
+    job.stage_done("admission_wait")
+    job.stage = JobState.OPENING
+    try:
+        open_image(job)
+    except Exception as error:
+        job.fail_if_pending(error)
+        job.release_buffers()
+        return
+    job.stage_done("open")
+    grant = scheduler.bytes.acquire(job, job.nbytes)
+    if grant is not None and not job.finished:
+        job.stage = JobState.WAITING
+    _wait(scheduler.bytes, job, grant, until)
+    job.stage_done("admission_wait")
+    scheduler.enqueue(job)
 
 
 async def admit_async(scheduler: Scheduler, job: Job) -> None:
@@ -70,36 +81,51 @@ async def admit_async(scheduler: Scheduler, job: Job) -> None:
     thread opens the image and gets it its bytes.
     """
 
+    try:
+        try:
+            await _admit_async(scheduler, job)
+        except MMEncoderError as error:
+            job.fail_if_pending(error)
+            raise
+    except GeneratorExit:  # by garbage collection, maybe where locks of the host's are held
+        run_in_new_thread(partial(scheduler.drop, job))
+        raise
+    except BaseException:
+        scheduler.drop(job)
+        raise
+
+
+async def _admit_async(scheduler: Scheduler, job: Job) -> None:
     def enqueue(grant: Grant) -> None:
         if grant.exception() is None:
-            job.stage_done("admission_wait")
+            if not job.finished and job.stage is JobState.WAITING:
+                job.stage_done("admission_wait")
             scheduler.enqueue(job)
 
-    with _refusals(job):
-        scheduler.register(job)
-        if job.finished:
-            return
-        grant = scheduler.slots.acquire(job, 1)
-        scheduler.deadlines.watch(job)
-        if job.finished:
-            scheduler.retire(job)
-            return
-        if grant is None:
-            job.stage_done("admission_wait")
-            scheduler.enqueue(job)
-            return
-        # Enqueued by the thread that frees the slot, so that a busy event loop does not leave it unused.
-        grant.add_done_callback(enqueue)
-        try:
-            async with asyncio.timeout(job.timeout):
-                await wait_for_future(grant)
-        except TimeoutError:
-            _raise_if_busy(scheduler.slots, job)
+    scheduler.register(job)
+    if job.finished:
+        return
+    grant = scheduler.slots.acquire(job, 1)
+    scheduler.deadlines.watch(job)
+    if job.finished:
+        scheduler.retire(job)
+        return
+    if grant is None:
+        job.stage_done("admission_wait")
+        scheduler.enqueue(job)
+        return
+    # Enqueued by the thread that frees the slot, so that a busy event loop does not leave it unused.
+    grant.add_done_callback(enqueue)
+    try:
+        async with asyncio.timeout(job.timeout):
             await wait_for_future(grant)
-        grant.result()
+    except TimeoutError:
+        _raise_if_busy(scheduler.slots, job)
+        await wait_for_future(grant)
+    grant.result()
 
 
-async def wait_for_future(future: Future[Any]) -> None:
+async def wait_for_future(future: Future[Any] | Grant) -> None:
     """Wait on the running loop until `future` is done. Cancelling this does not cancel the future, and a loop
     that was closed meanwhile is left alone.
     """
@@ -110,7 +136,7 @@ async def wait_for_future(future: Future[Any]) -> None:
         if not arrived.done():
             arrived.set_result(None)
 
-    def tell(_: Future[Any]) -> None:
+    def tell(_: object) -> None:
         try:
             loop.call_soon_threadsafe(wake)
         except RuntimeError:
@@ -118,22 +144,6 @@ async def wait_for_future(future: Future[Any]) -> None:
 
     future.add_done_callback(tell)
     await arrived
-
-
-@contextmanager
-def _refusals(job: Job) -> Iterator[None]:
-    """End a job that is refused, or whose caller is interrupted, which releases what it holds."""
-    try:
-        yield
-    except MMEncoderError as error:
-        job.fail_if_pending(error)
-        raise
-    except GeneratorExit:  # by garbage collection, maybe inside a lock that cancelling takes
-        run_in_new_thread(job.cancel)
-        raise
-    except BaseException:
-        job.future.cancel()
-        raise
 
 
 def _wait(budget: Budget[Job], job: Job, grant: Grant | None, until: float | None) -> None:

@@ -16,8 +16,8 @@ from ..errors import EncoderClosedError, MMEncoderError
 from ..media.source import is_image
 from .admission import wait_for_future
 from .faults import copy_error
+from .future import run_in_new_thread
 from .scheduler import Scheduler
-from .worker import run_in_new_thread
 
 
 class Call:

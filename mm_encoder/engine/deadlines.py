@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 import time
 
 from ..errors import DeadlineExceededError
@@ -10,55 +10,62 @@ from .promise import Promise
 
 
 class Deadlines:
-    """Watches jobs, and callers' waiters, until they are done. The thread executes `run`."""
+    """Watches jobs, and callers' waiters, until they are done. The thread executes `run`.
+
+    There is no lock: single operations of a dict, and a queue that a finalizer may put into.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._watched: dict[Promise, float] = {}
         self._next: float | None = None
+        """The moment until which the thread sleeps; None: it is awake, or sleeps until it is woken."""
         self._ended = False
 
     def watch(self, job: Promise) -> None:
         """Fail `job` at its deadline, if it has one and is pending by then."""
         if job.deadline is None:
             return
-        with self._changed:
-            self._watched[job] = job.deadline
-            if self._next is None or job.deadline < self._next:
-                self._changed.notify()
+        self._watched[job] = job.deadline
+        if self._next is None or job.deadline < self._next:
+            self._changed.put(None)
+        if job.future.done():  # `forget` may have come before
+            self.forget(job)
         if job.deadline <= time.monotonic():
             job.fail_if_pending(_late())
 
     def forget(self, job: Promise) -> None:
         """Watch `job` no longer."""
         if job.deadline is not None:
-            with self._changed:
-                self._watched.pop(job, None)
+            self._watched.pop(job, None)
 
     def run(self) -> None:
         """Fail what is late, until `end`."""
-        while True:
-            with self._changed:
-                if self._ended:
-                    return
-                now = time.monotonic()
-                late = [job for job, moment in self._watched.items() if moment <= now]
-                for job in late:
-                    del self._watched[job]
-                if not late:
-                    self._next = min(self._watched.values(), default=None)
-                    # A wait takes no more than threading.TIMEOUT_MAX, which a far deadline may exceed.
-                    self._changed.wait(None if self._next is None else min(self._next - now, 3600.0))
-                    continue
-            for job in late:
-                job.fail_if_pending(_late())
-            del late, job  # nothing is kept alive while waiting
+        while not self._ended:
+            self._next = None
+            self._fail_late()  # in a frame of its own: nothing is kept alive while waiting
+            self._next = min(self._watched.copy().values(), default=None)
+            self._sleep()
 
     def end(self) -> None:
         """End the thread; jobs still watched lose their deadlines."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify()
+        self._ended = True
+        self._changed.put(None)
+
+    def _fail_late(self) -> None:
+        now = time.monotonic()
+        for job, moment in self._watched.copy().items():
+            if moment <= now:
+                job.fail_if_pending(_late())
+                self._watched.pop(job, None)
+
+    def _sleep(self) -> None:
+        # A wait takes no more than threading.TIMEOUT_MAX, which a far deadline may exceed.
+        timeout = None if self._next is None else min(max(0.0, self._next - time.monotonic()), 3600.0)
+        try:
+            self._changed.get(timeout=timeout)
+        except queue.Empty:
+            pass
 
 
 def _late() -> DeadlineExceededError:

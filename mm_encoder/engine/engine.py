@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -12,6 +11,7 @@ from concurrent.futures import Future
 
 from ..contract import EncoderState, EncoderStats, Health, ImageResult, WorkerHealth
 from ..errors import ForkedProcessError
+from ..logs import logger
 from ..settings import EncoderSettings
 from .admission import admit, admit_async, wait_for_future
 from .job import Job
@@ -21,8 +21,6 @@ from .protocols import Coalescing, Pipeline
 from .replica import Replica, build_once
 from .scheduler import Scheduler
 from .worker import Worker, is_owned_by, owned_thread
-
-logger = logging.getLogger("mm_encoder")
 
 
 class Engine:

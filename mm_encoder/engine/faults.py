@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
+from types import FrameType
 from typing import TypeVar
 
 from ..device import out_of_memory
 from ..errors import MMEncoderError, ReplicaError
 
 E = TypeVar("E", bound=BaseException)
+_PACKAGE = __name__.split(".")[0]
 
 
 class Joined(MMEncoderError):
@@ -17,17 +20,34 @@ class Joined(MMEncoderError):
 
 def strip_tracebacks(error: E) -> E:
     """Clear the tracebacks of `error` and its cause chain, and return it. A stored exception would otherwise
-    keep images and weights alive, and itself.
+    keep images and weights alive, and itself. An exception that the host handles, around its call of the
+    library, keeps its traceback and is cut off the chain.
     """
     seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
+    waiting: list[BaseException] = [error]
     while waiting:
         link = waiting.pop()
-        if link is not None and id(link) not in seen:
+        if id(link) not in seen:
             seen.add(id(link))
             link.__traceback__ = None
-            waiting += (link.__cause__, link.__context__)
+            if link.__cause__ is not None:
+                waiting.append(link.__cause__)
+            if _is_handled_by_host(link.__context__):
+                link.__context__ = None
+            elif link.__context__ is not None:
+                waiting.append(link.__context__)
     return error
+
+
+def _is_handled_by_host(context: BaseException | None) -> bool:
+    """Whether `context` has been caught in a frame that is still running and is none of the library's."""
+    if context is None or context.__traceback__ is None:
+        return False
+    handler = context.__traceback__.tb_frame
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not handler:
+        frame = frame.f_back
+    return frame is not None and not handler.f_globals.get("__name__", "").startswith(f"{_PACKAGE}.")
 
 
 def copy_error(error: E, message: str | None = None) -> E:

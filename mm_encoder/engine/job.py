@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -13,11 +11,11 @@ from typing import Any
 from ..config import ImageOptions
 from ..contract import ImageResult, Patches, Plan
 from ..errors import ReplicaError
+from ..logs import logger
 from ..media.source import ImageInput, Source
 from .faults import as_ours
+from .future import Future
 from .promise import Promise
-
-logger = logging.getLogger("mm_encoder")
 
 
 class JobState(StrEnum):
@@ -51,7 +49,7 @@ class Job(Promise):
 
     timeout: float | None = None
     """Seconds that it may wait for its slot and its bytes; None: any time."""
-    number: int = 0
+    number: int = -1
     """Its place in the order of arrival."""
     source: Source | None = None
     plan: Plan | None = None
@@ -64,7 +62,11 @@ class Job(Promise):
     """Its waiters, where there is a cache (see coalescer.py)."""
     caller_future: Future[ImageResult] | None = None
     """The future that its first caller holds, where there is a cache; else callers hold `future`."""
-    state: JobState = JobState.WAITING
+    stage: JobState = JobState.WAITING
+    """How far it has got; `state` also says whether it is done."""
+    done: bool = False
+    counted: bool = False
+    """Whether the tally has its outcome."""
     timings: dict[str, float] = field(default_factory=dict)
     """Milliseconds by stage."""
     created_at: float = field(default_factory=time.monotonic)
@@ -80,20 +82,12 @@ class Job(Promise):
     @property
     def finished(self) -> bool:
         """Whether nothing more needs to be done for the job."""
-        return self.state is JobState.DONE or self.future.cancelled()
+        return self.done or self.future.cancelled()
 
-    def move_to(self, state: JobState) -> None:
-        """Record the state. A job that is done stays so, whichever thread still works on it."""
-        with self._lock:
-            if self.state is not JobState.DONE:
-                self.state = state
-
-    def mark_done(self) -> JobState | None:
-        """Mark the job done. Returns its state before to the first caller, None to later ones."""
-        with self._lock:
-            before = self.state
-            self.state = JobState.DONE
-            return None if before is JobState.DONE else before
+    @property
+    def state(self) -> JobState:
+        """Where the job is. A job that is done stays so, whichever thread still works on it."""
+        return JobState.DONE if self.done else self.stage
 
     def stage_done(self, stage: str) -> None:
         """Add the milliseconds since the previous stage ended to `stage`."""
@@ -114,8 +108,10 @@ class Job(Promise):
 
     def fail(self, error: BaseException) -> None:
         """As `Promise.fail`; also logs a fault of the engine."""
-        error = as_ours(error)
-        if isinstance(error, ReplicaError):
-            fields = {"mm_event": "job_failed", "mm_error": type(error).__name__, "mm_state": str(self.state)}
-            logger.warning("an image failed while %s: %s", self.state, error, extra=fields)
-        Promise.fail(self, error)  # super() does not work in a class with slots that is made anew
+        error, state, first = as_ours(error), self.state, not self.future.done()
+        try:
+            Promise.fail(self, error)  # super() does not work in a class with slots that is made anew
+        finally:
+            if first and isinstance(error, ReplicaError):
+                fields = {"mm_event": "job_failed", "mm_error": type(error).__name__, "mm_state": str(state)}
+                logger.warning("an image failed while %s: %s", state, error, extra=fields)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 from ..errors import EncoderClosedError
+from .future import run_in_new_thread
 from .scheduler import Scheduler
-from .worker import is_owned_by, owned_thread, run_in_new_thread
+from .worker import is_owned_by, owned_thread
 
 
 class ThreadGroup:
@@ -23,7 +24,7 @@ class ThreadGroup:
     def __init__(self, scheduler: Scheduler, on_stopped: Callable[[], None]) -> None:
         self._scheduler, self._on_stopped = scheduler, on_stopped
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # close() may come in a signal handler
         self._threads: list[threading.Thread] = []
         self._sealed = self._joining = self._exiting = False
         # Registered until all threads have ended, whichever way the group is stopped: the interpreter must
@@ -37,13 +38,13 @@ class ThreadGroup:
         with self._lock:
             if self._sealed:
                 raise EncoderClosedError("the encoder was closed while it was being constructed")
-            thread.start()
             self._threads.append(thread)
+            thread.start()
 
     def threads(self) -> list[threading.Thread]:
         """Return the threads started so far."""
         with self._lock:
-            return list(self._threads)
+            return [thread for thread in self._threads if thread.ident is not None]
 
     def stop(self, *, drain: bool) -> None:
         """Stop admission, finish (`drain`) or cancel what waits, and join every thread.
@@ -74,8 +75,8 @@ class ThreadGroup:
         with self._lock:
             if not self._joining:
                 joiner = owned_thread(self._scheduler, lambda: self._join(joiner), "mm-encoder-end")
-                joiner.start()
                 self._threads.append(joiner)
+                joiner.start()
                 self._joining = True
 
     def _join(self, joiner: threading.Thread | None) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..logs import logger
 from ..runtime import usable_cpus
-from .budget import Grant
+from .future import Grant
 from .job import Job
 from .protocols import Coalescing, Pipeline
 from .scheduler import Scheduler
 from .worker import Worker
-
-logger = logging.getLogger("mm_encoder")
 
 # CPU permits: all encoders of the process together prepare no more images at a time than it may use CPUs.
 _CPUS = threading.BoundedSemaphore(usable_cpus())
@@ -54,15 +52,25 @@ class Preprocessor(Worker):
 
     def run(self) -> None:
         """Prepare jobs, and go on whatever is raised in the thread: it has no state of its own to lose."""
+        interruption: BaseException | None = None
         while True:
             try:
+                if interruption is not None:  # no job's failure: those are caught per job
+                    self._put_down(interruption)
+                    interruption = None
                 self._work()
                 return
-            except BaseException as error:  # no job's failure: those are caught per job
-                logger.exception("%s was interrupted and goes on", self.name)
-                if self.job is not None:
-                    self.job.fail_if_pending(error)
-                self._scheduler.finish_preparing(self)
+            except BaseException as error:
+                interruption = error
+
+    def _put_down(self, interruption: BaseException) -> None:
+        """End the job that an interruption has left here; its traceback is logged and not kept."""
+        self._scheduler.wake_again()
+        if self.job is not None:
+            self.job.fail_if_pending(interruption)
+            self.job.complete()
+        self._scheduler.finish_preparing(self)
+        logger.error("%s was interrupted and goes on", self.name, exc_info=interruption)
 
     def _work(self) -> None:
         while (job := self._scheduler.next_to_prepare(self)) is not None:

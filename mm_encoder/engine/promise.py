@@ -2,78 +2,106 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ..contract import ImageResult
+from ..logs import logger
 from .faults import as_ours, strip_tracebacks
-
-logger = logging.getLogger("mm_encoder")
+from .future import Future
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Promise:
-    """The producer's side of a caller's future. It gets one outcome: result, error or cancellation."""
+    """The producer's side of a caller's future. It gets one outcome: result, error or cancellation.
+
+    It has no lock of its own: the future's state decides races, so it may be cancelled anywhere. What was
+    interrupted is completed by `complete`.
+    """
 
     future: Future[ImageResult] = field(default_factory=Future, kw_only=True)
     deadline: float | None = field(default=None, kw_only=True)
     """On time.monotonic()'s clock."""
     on_done: Callable[[Any, BaseException | None], None] = field(default=lambda _, error: None, kw_only=True)
     """Called with the promise and its error (None: a result) right before the outcome can be seen; when the
-    future is cancelled, after that.
+    future is cancelled, after that. Called again if an interrupt came between: that must change nothing.
     """
-    _lock: threading.Lock = field(default_factory=threading.Lock, kw_only=True)
-    _begun: bool = field(default=False, kw_only=True)
-    """Whether the future has left its pending state, which it does once."""
+    begun: bool = field(default=False, kw_only=True)
+    """Whether somebody has the right to give the outcome."""
+    _verdict: BaseException | None = field(default=None, kw_only=True)
+    """The error that the future gets, once that is decided."""
 
-    def start(self) -> bool:
-        """Rule out cancelling; True for the one call that may give the outcome."""
-        with self._lock:
-            if self._begun:
+    def start(self, verdict: BaseException | None = None) -> bool:
+        """Rule out cancelling; True for the one call that may give the outcome. With `verdict` it is decided
+        to be that error.
+        """
+        # The future is the caller's, who may have set its state; that must hurt nobody else.
+        with self.future._condition:
+            if self.begun or not self.future.begin():
                 return False
-            self._begun = True
-            # The future is the caller's, who may have set its state; that must hurt nobody else.
-            if self.future.running() or (self.future.done() and not self.future.cancelled()):
-                return not self.future.done()
-            return self.future.set_running_or_notify_cancel()
+            self._verdict, self.begun = verdict, True
+            return True
 
     def watch(self) -> None:
         """Have `on_done` called with a CancelledError once the caller cancels the future.
 
         The future refers to its promise weakly: otherwise it would keep its own result alive in a cycle.
         """
-        self.future.add_done_callback(partial(_on_cancelled, weakref.ref(self), os.getpid()))
+        noticed = partial(_on_cancelled, weakref.ref(self), os.getpid())
+        self.future.add_done_callback(noticed)  # before the caller's callbacks, and
+        self.future.on_cancel = noticed  # if that one was interrupted, or had too little stack
 
     def cancel(self) -> None:
         """Cancel the future if that is still possible. The calling thread survives its callbacks."""
-        _resolve(lambda _: self.future.cancel(), None)
+        try:
+            self.future.cancel()
+        except BaseException:
+            # sys.exit() in a done-callback, where only plain Exceptions are caught, must not end a thread
+            # of the engine.
+            logger.exception("a callback on a result failed")
+
+    def complete(self) -> None:
+        """Bring to its end what was interrupted: give the error that was decided, or cancel."""
+        if self._verdict is not None:
+            self.fail(self._verdict)
+        elif not self.begun:
+            self.future.cancel()
 
     def notify_cancelled(self) -> None:
         """Wake those who wait for the cancelled future; `Future.cancel` alone leaves them waiting."""
-        self.start()  # all that it does for a cancelled future
+        self.future.notify_cancelled()
 
     def succeed(self, result: ImageResult) -> None:
         """Give the caller the result, after `start`."""
         self.on_done(self, None)
-        _resolve(self.future.set_result, result)
+        self._resolve(self.future.set_result, result)
 
     def fail(self, error: BaseException) -> None:
         """Give the caller `error`, as one of the library's, after `start`."""
         ours = strip_tracebacks(as_ours(error))
         self.on_done(self, ours)
-        _resolve(self.future.set_exception, ours)
+        self._resolve(self.future.set_exception, ours)
 
     def fail_if_pending(self, error: BaseException) -> None:
         """Fail unless it was started or cancelled before."""
-        if self.start():
+        if self.start(verdict=error):
             self.fail(error)
+
+    def _resolve(self, setter: Callable[[Any], object], value: Any) -> None:
+        try:
+            if not self.future.done():  # the caller may have done it, or a call that was interrupted
+                setter(value)
+        except BaseException:
+            # From a done-callback, see `cancel`; or an interrupt, before the outcome was set.
+            logger.exception("a callback on a result failed")
+        finally:
+            if not self.future.done():
+                setter(value)
 
 
 def _on_cancelled(watched: weakref.ref[Promise], pid: int, future: Future[ImageResult]) -> None:
@@ -82,12 +110,3 @@ def _on_cancelled(watched: weakref.ref[Promise], pid: int, future: Future[ImageR
     if promise is not None and future.cancelled() and os.getpid() == pid:
         promise.on_done(promise, CancelledError())
         promise.notify_cancelled()
-
-
-def _resolve(setter: Callable[[Any], object], value: Any) -> None:
-    try:
-        setter(value)
-    except BaseException:
-        # From a done-callback, where only plain Exceptions are caught: sys.exit() in it must not end
-        # the engine's thread.
-        logger.exception("a callback on a result failed")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 
@@ -32,29 +34,43 @@ class Replica(Worker):
     def run(self) -> None:
         """Build the tower, then run jobs until closed; any exception that gets here ends the replica."""
         try:
-            lane = open_lane(self._settings.device, self._settings.stream_priority)
-            with lane.entered(), torch.no_grad():
-                tower = self._build_tower(lane)
-                self.loaded.set_result(lane.priority)
-                while (job := self._scheduler.next_to_run(self)) is not None:
-                    self._run_job(lane, tower, job)
-                    self.take(None)
-                    del job  # an idle replica keeps neither image nor result alive
-                # Work that consumers' streams wait for may still read the weights, which are freed next.
-                lane.drain()
+            self._work()
         except BaseException as error:
-            if self.loaded.done():
-                self._scheduler.on_replica_lost(self, error)
-            else:
-                ours = out_of_memory(error, "the weights of a replica") or error
-                self.loaded.set_exception(strip_tracebacks(ours))
+            try:
+                self._end(error)
+            except BaseException:
+                self._end(error)  # does what the first attempt has left undone
+
+    def _work(self) -> None:
+        lane = open_lane(self._settings.device, self._settings.stream_priority)
+        with _current(lane):
+            tower = self._build_tower(lane)
+        self.loaded.set_result(lane.priority)
+        while (job := self._scheduler.next_to_run(self)) is not None:
+            self._run_job(lane, tower, job)
+            self.take(None)
+            del job  # an idle replica keeps neither image nor result alive
+        # Work that consumers' streams wait for may still read the weights, which are freed next.
+        with _current(lane):
+            lane.drain()
+
+    def _end(self, error: BaseException) -> None:
+        if not self.loaded.done():
+            ours = out_of_memory(error, "the weights of a replica") or error
+            self.loaded.set_exception(strip_tracebacks(ours))
+        elif self.loaded.exception() is None:
+            self._scheduler.on_replica_lost(self, error)
 
     def _run_job(self, lane: Lane, tower: TowerFunction, job: Job) -> None:
+        """Run a job and give it its outcome, whose callbacks see neither the lane nor its modes."""
         job.stage_done("replica_wait")
         try:
-            result = self._encode(lane, tower, job)
+            with _current(lane):
+                result = self._encode(lane, tower, job)
         except BaseException as error:
-            if not lane.drain():
+            with _current(lane):
+                usable = lane.drain()
+            if not usable:
                 raise  # every later job would fail as well
             job.fail(error)
         else:
@@ -93,6 +109,12 @@ class Replica(Worker):
             timings=tuple(job.timings.items()),
         )
         return ImageResult(rows, metadata)
+
+
+@contextmanager
+def _current(lane: Lane) -> Iterator[None]:
+    with lane.entered(), torch.no_grad():
+        yield
 
 
 def build_once(build: BuildTower) -> BuildTower:

@@ -6,8 +6,7 @@ what waits here is bounded whatever the number of callers. A job with a slot is 
 
 from __future__ import annotations
 
-import logging
-import threading
+import queue
 from bisect import insort
 from collections.abc import Collection
 from concurrent.futures import CancelledError, Future
@@ -16,88 +15,121 @@ from itertools import count
 
 from ..contract import ImageResult
 from ..errors import EncoderClosedError, MMEncoderError
-from .budget import Budget, Grant
+from ..locks import AskableLock, guarded
+from ..logs import logger
+from .budget import Budget
 from .deadlines import Deadlines
 from .faults import copy_error, replica_error
+from .future import Grant
 from .job import Job, JobState
 from .tally import Tally
 from .worker import Worker
 
-logger = logging.getLogger("mm_encoder")
-
 
 class Scheduler:
-    """Queues of at most `depth` jobs and `max_bytes` bytes, admitted and not yet running."""
+    """Queues of at most `depth` jobs and `max_bytes` bytes, admitted and not yet running.
+
+    One lock guards the queues, the slots, the bytes and the counts. Under it nothing waits, no other lock is
+    taken and no callback runs. Every change may be repeated: it is, if an interrupt came in between.
+    """
 
     def __init__(self, depth: int, max_bytes: int, replicas: int) -> None:
-        self.slots: Budget[Job] = Budget(depth)
-        self.bytes: Budget[Job] = Budget(max_bytes)
+        self._lock = AskableLock()
+        self.slots: Budget[Job] = Budget(depth, self._lock)
+        self.bytes: Budget[Job] = Budget(max_bytes, self._lock)
         self.deadlines = Deadlines()
-        self.tally = Tally()
+        self.tally = Tally(self._lock)
         self.closed = False
-        self.replicas_left = replicas
+        self._replicas = replicas
+        self._lost: set[Worker] = set()
         self._refusal: MMEncoderError | None = None
         self._numbers = count()
-        lock = threading.Lock()
-        self._to_prepare = threading.Condition(lock)
-        self._to_run = threading.Condition(lock)
         self._queued: list[Job] = []
         self._preparing: set[Job] = set()
         self._ready: list[Job] = []
-        self._idle_waiters: list[tuple[frozenset[Job], Future[None]]] = []
+        # A token for each job that was put into the queue, at least; a thread takes one, then looks.
+        self._to_prepare: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._to_run: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._idle_waiters: list[tuple[frozenset[Job], Grant]] = []
+
+    @property
+    def replicas_left(self) -> int:
+        """The replicas that are not lost."""
+        return self._replicas - len(self._lost)
 
     # --- the callers' side (admission.py) --------------------------------------------------------
 
     def register(self, job: Job) -> None:
         """Count a new job, number it, and watch for its end."""
-        self.tally.begun()
-        job.number = next(self._numbers)
         job.on_done = self._on_done
+        job.number = next(self._numbers)
+        self.tally.begun(job)
         job.watch()
 
     def enqueue(self, job: Job) -> None:
-        """Queue a job for a preprocessing thread: it has its slot and, if it was opened, its bytes."""
-        with self._to_prepare:
-            finished = job.finished
-            if not finished:
-                job.move_to(JobState.QUEUED)
-                insort(self._queued, job, key=_by_number)
-                self._to_prepare.notify()
-        if finished:
+        """Queue a job for a preprocessing thread: it has its slot and, if it was opened, its bytes. Does
+        nothing for one that was queued before.
+        """
+        if not self._enqueue(job):
             self.retire(job)
+
+    @guarded
+    def _enqueue(self, job: Job) -> bool:
+        if not job.finished and job.stage in (JobState.WAITING, JobState.OPENING):
+            if job not in self._queued:
+                insort(self._queued, job, key=_by_number)
+            job.stage = JobState.QUEUED
+            self._to_prepare.put(None)
+        return not job.finished
+
+    def drop(self, job: Job) -> None:
+        """End a job whose caller was refused or interrupted, wherever that was, and release what it holds."""
+        try:
+            job.complete()
+        finally:
+            if job.future.cancelled() or job.future.done():
+                self.retire(job)
 
     def require_open(self) -> None:
         """Raise EncoderClosedError after `close`, ReplicaError when no replica is left."""
         if self._refusal is not None:
             raise copy_error(self._refusal)
 
-    def preparation_idle(self, futures: Collection[Future[ImageResult]]) -> Future[None] | None:
-        """Return a future of the moment when no job of `futures` is in preparation any more; None: now. Only
+    @guarded
+    def preparation_idle(self, futures: Collection[Future[ImageResult]]) -> Grant | None:
+        """Return a grant of the moment when no job of `futures` is in preparation any more; None: now. Only
         then is a cancelled one released.
         """
-        with self._to_prepare:
-            jobs = frozenset(job for job in self._preparing if (job.caller_future or job.future) in futures)
-            if not jobs:
-                return None
-            idle: Future[None] = Future()
-            self._idle_waiters.append((jobs, idle))
-            return idle
+        jobs = frozenset(job for job in self._preparing if (job.caller_future or job.future) in futures)
+        if not jobs:
+            return None
+        idle = Grant()
+        self._idle_waiters.append((jobs, idle))
+        return idle
 
     # --- the threads' side (preprocess.py, replica.py) -------------------------------------------
 
     def next_to_prepare(self, worker: Worker) -> Job | None:
         """Wait for a queued job; None once the encoder is closed and all accepted jobs were taken."""
-        with self._to_prepare:
-            while not self._queued:
-                if self.closed and not self.slots.used:
-                    return None
-                self._to_prepare.wait()
-            job = self._queued[0]
-            worker.take(job)
+        while True:
+            self._to_prepare.get()
+            if self._take(worker, self._queued):
+                return worker.job
+            if self.closed and not self.slots.used:
+                self._to_prepare.put(None)  # for the next thread
+                return None
+
+    @guarded
+    def _take(self, worker: Worker, line: list[Job]) -> bool:
+        if not line:
+            return False
+        job = line[0]
+        worker.take(job)
+        if line is self._queued:
             self._preparing.add(job)
-            del self._queued[0]
-            job.move_to(JobState.PREPARING)
-            return job
+            job.stage = JobState.PREPARING
+        line.remove(job)
+        return True
 
     def finish_preparing(self, worker: Worker, grant: Grant | None = None) -> None:
         """Take back the job that `worker` prepared. It is ready, or finished, or waits for its `grant` of
@@ -106,67 +138,77 @@ class Scheduler:
         job = worker.job
         if job is None:
             return
-        with self._to_run:
-            worker.take(None)
-            self._preparing.discard(job)
-            idle = [future for jobs, future in self._idle_waiters if self._preparing.isdisjoint(jobs)]
-            self._idle_waiters = [entry for entry in self._idle_waiters if entry[1] not in idle]
-            finished = job.finished
-            if not finished and grant is not None:
-                job.move_to(JobState.WAITING)
-            elif not finished:
-                job.move_to(JobState.READY)
-                insort(self._ready, job, key=_by_number)
-                self._to_run.notify()
-        if finished:
+        self._put_down(worker, job, grant)
+        if job.finished:
             self.retire(job)
         elif grant is not None:
             grant.add_done_callback(lambda _: self.enqueue(job))
-        for future in idle:
-            future.set_result(None)
+        worker.take(None)
+
+    @guarded
+    def _put_down(self, worker: Worker, job: Job, grant: Grant | None) -> None:
+        self._preparing.discard(job)
+        for entry in self._idle_waiters[:]:
+            if self._preparing.isdisjoint(entry[0]):
+                self._lock.after(entry[1].resolve)
+                self._idle_waiters.remove(entry)
+        if job.finished:
+            return
+        if grant is not None:
+            job.stage = JobState.WAITING
+        elif job.stage in (JobState.PREPARING, JobState.READY):
+            if job not in self._ready:
+                insort(self._ready, job, key=_by_number)
+            job.stage = JobState.READY
+            worker.take(None)
+            self._to_run.put(None)
 
     def next_to_run(self, worker: Worker) -> Job | None:
         """Wait for a ready job and start it; None once the encoder is closed and all jobs were taken."""
         while True:
-            with self._to_run:
-                while not self._ready:
-                    if self.closed and not self.slots.used:
-                        return None
-                    self._to_run.wait()
-                job = self._ready[0]
-                worker.take(job)
-                started = job.start()
-                del self._ready[0]
-                if started:
-                    job.move_to(JobState.RUNNING)
-                else:
-                    worker.take(None)
-            if started:
-                self._release(job)
-                job.on_start()
-                return job
-            self.retire(job)
+            self._to_run.get()
+            if self._take(worker, self._ready):
+                job = worker.job
+                assert job is not None
+                if job.start():
+                    job.stage = JobState.RUNNING
+                    self._release(job)
+                    job.on_start()
+                    return job
+                self.retire(job)
+                worker.take(None)
+                del job
+            elif self.closed and not self.slots.used:
+                self._to_run.put(None)  # for the next thread
+                return None
+
+    def wake_again(self) -> None:
+        """Let a thread of each kind look again, for one that was woken and then interrupted."""
+        self._to_prepare.put(None)
+        self._to_run.put(None)
 
     def on_replica_lost(self, worker: Worker, cause: BaseException) -> None:
-        """Fail the job of a replica whose thread ends for good, and with the last replica all that waits."""
+        """Fail the job of a replica whose thread ends for good, and with the last replica all that waits.
+        May be called again if it was interrupted.
+        """
         worker.lost = True
         error = replica_error(f"{worker.name} is lost", cause)
-        logger.error("%s", error, extra={"mm_event": "replica_lost", "mm_worker": worker.name})
         self.tally.last_error = f"ReplicaError: {error}"
-        with self._to_run:
-            self.replicas_left -= 1
-            left = self.replicas_left
-            self._to_run.notify_all()  # it may have been woken for a job that it did not take
-        if not left:
-            if not self.closed:
-                self._refuse(error)
-            for job in self.slots.holders():
-                job.fail_if_pending(copy_error(error))
-        job_of = worker.job
-        worker.take(None)
-        if job_of is not None:
-            job_of.start()
-            job_of.fail(copy_error(error))
+        self._lost.add(worker)
+        self.wake_again()  # it may have been woken for a job that it did not take
+        try:
+            if not self.replicas_left:
+                if not self.closed:
+                    self._refuse(error)
+                for job in self.slots.holders():
+                    job.fail_if_pending(copy_error(error))
+            job_of = worker.job
+            if job_of is not None:
+                job_of.start()
+                job_of.fail(copy_error(error))
+            worker.take(None)
+        finally:
+            logger.error("%s", error, extra={"mm_event": "replica_lost", "mm_worker": worker.name})
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -198,27 +240,33 @@ class Scheduler:
     # close, no drain  cancel_waiting            that closes            the same
 
     def _on_done(self, job: Job, error: BaseException | None) -> None:
-        """Account for a job's outcome; in the thread that gave it, or that noticed the cancelling first."""
-        before = job.mark_done()
-        if before is None:
-            return
-        self.tally.ended(job, error)
-        with self._to_prepare:
-            busy = job in self._preparing
-            for queue in (self._queued, self._ready):
-                if job in queue:
-                    queue.remove(job)
-        if not busy:
-            self._release(job)
-        if not busy and before is not JobState.OPENING:  # else the thread that has it does
-            job.release_buffers()
+        """Account for a job's outcome, the first of those that it is called with. Cancelling may happen in any
+        thread at any point, and does not wait for the lock.
+        """
+        if isinstance(error, CancelledError):
+            self._lock.ask(partial(self._account, job, error))
+        else:
+            self._account(job, error)
         self.deadlines.forget(job)
+
+    @guarded
+    def _account(self, job: Job, error: BaseException | None) -> None:
+        job.done = True
+        self.tally.ended(job, error)
+        for line in (self._queued, self._ready):
+            if job in line:
+                line.remove(job)
+        if job not in self._preparing:  # else the thread that has it does the rest
+            self._release(job)
+            if job.stage is not JobState.OPENING:
+                job.release_buffers()
 
     def retire(self, job: Job) -> None:
         """Release everything that a finished job holds. If it was cancelled a moment ago, account for that
         and notify its waiters first.
         """
-        self._on_done(job, CancelledError())
+        if not job.begun:  # else whoever began to give the outcome accounts for it
+            self._on_done(job, CancelledError())
         if job.future.cancelled():
             job.notify_cancelled()
         self._release(job)
@@ -233,9 +281,7 @@ class Scheduler:
     def _wake_all(self) -> None:
         if not self.slots.used:  # closed, so no job with a deadline can follow
             self.deadlines.end()
-        with self._to_prepare:
-            self._to_prepare.notify_all()
-            self._to_run.notify_all()
+        self.wake_again()
 
 
 def _by_number(job: Job) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from concurrent.futures import CancelledError
 
@@ -14,6 +13,7 @@ from ..errors import (
     MediaError,
     PlanMismatchError,
 )
+from ..locks import AskableLock, guarded
 from .faults import Joined
 from .job import Job
 
@@ -28,42 +28,46 @@ _OUTCOMES: dict[type[BaseException], str] = {
 
 
 class Tally:
-    """Counts every job once when it begins and once when it ends."""
+    """Counts every job once when it begins and once when it ends. Called under the scheduler's lock.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._requests = 0
-        self._ended: Counter[str] = Counter()
+    Requests are those that have ended and those under way, so that no two counts can disagree.
+    """
+
+    def __init__(self, lock: AskableLock) -> None:
+        self._lock = lock
+        self._under_way: set[int] = set()
+        self._ended: dict[str, int] = dict.fromkeys(("succeeded", "failed", *_OUTCOMES.values()), 0)
         self._errors: Counter[str] = Counter()
         self._recent: deque[dict[str, float]] = deque(maxlen=_RECENT)
         self.last_error: str | None = None
         """The last failure of the engine; invalid images do not count."""
 
-    def begun(self) -> None:
-        """Count a new job."""
-        with self._lock:
-            self._requests += 1
+    def begun(self, job: Job) -> None:
+        """Count a new job, which has its number."""
+        self._under_way.add(job.number)
 
     def ended(self, job: Job, error: BaseException | None) -> None:
-        """Count a job's outcome; `error` is None for a result."""
-        outcome = "succeeded" if error is None else _OUTCOMES.get(type(error), "failed")
-        with self._lock:
-            self._ended[outcome] += 1
+        """Count a job's first outcome; `error` is None for a result."""
+        if not job.counted and job.number in self._under_way:
+            outcome = "succeeded" if error is None else _OUTCOMES.get(type(error), "failed")
+            # One line without a call, between whose parts no interrupt can come.
+            self._ended[outcome], job.counted = self._ended[outcome] + 1, True
             if outcome == "succeeded":
                 self._recent.append(job.timings)
             elif outcome == "failed":
                 self._errors[type(error).__name__] += 1
                 if not isinstance(error, (MediaError, PlanMismatchError)):
                     self.last_error = f"{type(error).__name__}: {error}"
+        self._under_way.discard(job.number)
 
+    @guarded
     def snapshot(self) -> EncoderStats:
         """Return all counts so far."""
-        with self._lock:
-            requests, ended, recent = self._requests, Counter(self._ended), list(self._recent)
-            errors = tuple(sorted(self._errors.items()))
+        ended, in_flight = dict(self._ended), len(self._under_way)
+        recent, errors = list(self._recent), tuple(sorted(self._errors.items()))
         return EncoderStats(
-            requests=requests,
-            in_flight=requests - ended.total(),
+            requests=sum(ended.values()) + in_flight,
+            in_flight=in_flight,
             succeeded=ended["succeeded"],
             failed=ended["failed"],
             cancelled=ended["cancelled"],

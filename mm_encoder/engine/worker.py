@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from ..contract import WorkerHealth
 from .job import Job
@@ -32,29 +29,12 @@ def is_owned_by(owner: object) -> bool:
     return getattr(_here, "owner", None) is owner
 
 
-def run_in_new_thread(work: Callable[[], object]) -> None:
-    """Do `work` in a new thread. May be called anywhere, even by a finalizer that interrupted a thread which
-    holds locks, of `threading` too: so a bare thread starts the real one.
-    """
-    thread = threading.Thread(target=work, name="mm-encoder-end", daemon=True)
-    try:
-        _thread.start_new_thread(_begin, (thread,))
-    except RuntimeError:
-        if not sys.is_finalizing():  # the interpreter's exit ends everything anyway
-            raise
-
-
-def _begin(thread: threading.Thread) -> None:
-    with suppress(RuntimeError):  # as above
-        thread.start()
-
-
 class Worker:
     """A thread that takes one job after another from the scheduler, which records here the one it took."""
 
     def __init__(self, name: str, owner: object) -> None:
         self.name = name
-        self.thread = owned_thread(owner, self.run, name)
+        self.thread = owned_thread(owner, self._begin, name)
         self.lost = False
         """Whether it has failed for good; its thread may be about to end."""
         self._at: tuple[Job, float] | None = None
@@ -62,6 +42,12 @@ class Worker:
     def run(self) -> None:
         """Run in the thread."""
         raise NotImplementedError
+
+    def _begin(self) -> None:
+        try:
+            self.run()
+        except BaseException:  # in its first or last line: between these it handles everything
+            self.run()
 
     @property
     def alive(self) -> bool:

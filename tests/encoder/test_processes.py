@@ -356,7 +356,7 @@ def test_a_child_forked_while_a_lock_is_held_does_not_block(glm53_checkpoint: Pa
         def locks():
             scheduler = it._engine.scheduler
             return {
-                "scheduler": scheduler._to_run,
+                "scheduler": scheduler,
                 "slots": scheduler.slots,
                 "bytes": scheduler.bytes,
                 "tally": scheduler.tally,
@@ -449,7 +449,7 @@ def test_a_forked_child_gets_an_error_and_exits(glm53_checkpoint: Path) -> None:
         "warnings.simplefilter('ignore')\n"
         "image = numpy.zeros((50, 50, 3), numpy.uint8)\n"
         "encoder = mm_encoder.Encoder(sys.argv[1], device='cpu')\n"
-        "with encoder._engine.scheduler._to_run:\n"  # the lock stays held in the child
+        "with encoder._engine.scheduler._lock:\n"  # the lock stays held in the child
         "    child = os.fork()\n"
         "if child == 0:\n"
         "    for call in (encoder.generate, encoder.submit):\n"

@@ -1,0 +1,139 @@
+"""An exception at any place of our code where CPython may deliver one, in turn.
+
+CPython delivers signals, and exceptions set from other threads, as a function begins, after calls and at
+jumps back; a MemoryError may come anywhere. `Interrupts` counts these places, and the beginnings of lines, in
+the threads of one role, and raises at one of them. It leaves out the line events of leaving a `with` block:
+the interpreter leaves it right after the block, with nothing in between.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import mm_encoder
+
+PACKAGE = Path(mm_encoder.__file__).parent
+AVAILABLE = sys.version_info >= (3, 12)
+
+Place = tuple[str, str, int, str]
+"""File, function, line and kind of event."""
+
+
+class Interrupts:
+    """Places in the code of `parts` (names of files and folders of the package), in the threads for which
+    `role` is true.
+    """
+
+    def __init__(self, *parts: str, role: Callable[[], bool]) -> None:
+        self._codes = [code for code in _codes() if any(_is_in(code, part) for part in parts)]
+        assert self._codes, f"no code in {parts}"
+        self._role = role
+        self._visited: dict[Place, int] = {}
+        self._target: tuple[Place, int] | None = None
+        self._error: type[BaseException] = KeyboardInterrupt
+        self.struck = False
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[Place, int]]:
+        """Count the visits of each place in the block."""
+        self._visited, self._target = {}, None
+        with self._watched():
+            yield self._visited
+
+    @contextmanager
+    def striking(self, place: Place, visit: int, error: type[BaseException]) -> Iterator[None]:
+        """Raise `error` at the given visit of `place`, counted from 1, once; `struck` tells whether it was
+        reached.
+        """
+        self._visited, self._target, self._error, self.struck = {}, (place, visit), error, False
+        with self._watched():
+            yield
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        monitoring = sys.monitoring
+        events, tool = monitoring.events, monitoring.DEBUGGER_ID
+        monitoring.use_tool_id(tool, "interrupts")
+        for event, name in (
+            (events.PY_START, "start"),
+            (events.LINE, "line"),
+            (events.C_RETURN, "return"),
+            (events.JUMP, "jump"),
+        ):
+            monitoring.register_callback(tool, event, self._callback(name))
+        monitoring.register_callback(tool, events.CALL, lambda *_: None)  # C_RETURN comes with it
+        wanted = events.PY_START | events.LINE | events.CALL | events.JUMP
+        try:
+            for code in self._codes:
+                monitoring.set_local_events(tool, code, wanted)
+            yield
+        finally:
+            for code in self._codes:
+                monitoring.set_local_events(tool, code, 0)
+            for event in (events.PY_START, events.LINE, events.C_RETURN, events.JUMP, events.CALL):
+                monitoring.register_callback(tool, event, None)
+            monitoring.free_tool_id(tool)
+
+    def _callback(self, kind: str) -> Callable[..., Any]:
+        def visited(code: CodeType, at: int, *rest: Any) -> None:
+            if not self._role():
+                return
+            frame = sys._getframe(1)
+            if (kind == "jump" and rest[0] > at) or (kind == "line" and frame.f_lasti in _leaving(code)):
+                return
+            self._visit((Path(code.co_filename).name, code.co_qualname, _line(frame), kind))
+
+        return visited
+
+    def _visit(self, place: Place) -> None:
+        visits = self._visited[place] = self._visited.get(place, 0) + 1
+        if (place, visits) == self._target:
+            self._target, self.struck = None, True
+            raise self._error(f"injected at {place}, visit {visits}")
+
+
+def in_thread(prefix: str) -> Callable[[], bool]:
+    """Return the role of the threads whose names begin with `prefix`."""
+    return lambda: threading.current_thread().name.startswith(prefix)
+
+
+def _is_in(code: CodeType, part: str) -> bool:
+    path = Path(code.co_filename)
+    return path == PACKAGE / part or PACKAGE / part in path.parents
+
+
+def _codes() -> list[CodeType]:
+    found: dict[int, CodeType] = {}
+    waiting = [f.__code__ for f in gc.get_objects() if type(f) is FunctionType]
+    while waiting:
+        code = waiting.pop()
+        if id(code) not in found and Path(code.co_filename).is_relative_to(PACKAGE):
+            found[id(code)] = code
+            waiting += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return list(found.values())
+
+
+@cache
+def _leaving(code: CodeType) -> frozenset[int]:
+    """The offsets at which a `with` block is left without an exception: `__exit__(None, None, None)`."""
+    steps = list(dis.get_instructions(code))
+    return frozenset(
+        steps[index].offset
+        for index in range(len(steps) - 3)
+        if all(step.opname == "LOAD_CONST" and step.argval is None for step in steps[index : index + 3])
+        and steps[index + 3].opname == "CALL"
+        and steps[index + 3].arg == 2
+    )
+
+
+def _line(frame: FrameType) -> int:
+    return frame.f_lineno or 0
