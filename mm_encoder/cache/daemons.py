@@ -36,15 +36,14 @@ class DaemonPool:
         # well before the next is submitted, which would then wait for it.
         if not self._idle.acquire(blocking=False) and len(self._threads) < self._limit:
             self._start_thread()
-        if self._closed:  # meanwhile: a thread that was just started must end, too
-            self._queue.put(None)
+        if self._closed and future.cancel():  # meanwhile, so that no thread may be left
+            raise RuntimeError("the pool is closed")
         return future
 
     def close(self) -> None:
         """End the threads that are idle, and the others when they have done what was submitted."""
         self._closed = True
-        for _ in self._threads:
-            self._queue.put(None)
+        self._queue.put(None)
 
     def _start_thread(self) -> None:
         name = f"{self._name}-{len(self._threads)}"
@@ -66,6 +65,7 @@ def _run(queue: _Queue, idle: threading.Semaphore) -> None:
             idle.release()
             item = queue.get()
         if item is None:
+            queue.put(None)  # for the next
             return
         _do(*item)
         del item  # an idle thread keeps nothing alive

@@ -138,11 +138,12 @@ class Flights(Generic[A]):
             return True
 
     def finish(self, flight: Flight[A]) -> list[A]:
-        """Remove a flight, close it, and return its waiters."""
+        """Close a flight, remove it, and return its waiters."""
+        waiters = flight.close()  # first: whoever claims its key from now on sees that it is closed
         with self._lock:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
-        return flight.close()
+        return waiters
 
     def __len__(self) -> int:
         """Return the number of flights."""
