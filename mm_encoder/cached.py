@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
+import numpy as np
+
+from .cache.daemons import DaemonPool
+from .cache.entry import Entry
 from .coalescer import Coalescer, LookUp, NoCache, Waiter
 from .contract import ImageResult
 from .engine.admission import Admission, wait_for_future
@@ -13,6 +22,13 @@ from .engine.engine import Engine
 from .engine.future import run_in_new_thread
 from .engine.job import Job
 from .pipeline import ImagePipeline
+
+T = TypeVar("T")
+
+# A disk that is well answers in milliseconds: timeout=0 is to have its hits, too.
+_LEAST_DISK_WAIT_S = 0.1
+# Images that hashing reads from memory; a file, or Pillow's lazy reading of one, may stall.
+_IN_MEMORY = (bytes, bytearray, memoryview, np.ndarray)
 
 
 def admission_of(engine: Engine, coalescer: Coalescer | NoCache, pipeline: ImagePipeline) -> Admission:
@@ -28,55 +44,113 @@ class CachedEngine:
 
     def admit(self, job: Job) -> Future[ImageResult]:
         """See `Admission`. Hits and joined flights need no slot."""
-        waiter = self._waiter(job)
-        if self._look_up(waiter, job) is LookUp.MISS:
-            self._coalescer.start_leader(waiter, job)
-            self._engine.admit(job)
-        return waiter.future
+        limits, waiter = _Limits(job), Waiter(job.expected, job.consumer, deadline=job.deadline)
+        try:
+            self._watch(waiter, job)
+            found, key = self._look_up(waiter, job)
+            if found is LookUp.NOT_IN_MEMORY:
+                entry = self._coalescer.cache.get_disk(key, limits.disk_until)
+                found = self._coalescer.finish_find(waiter, key, entry)
+            if self._is_to_encode(found, waiter):
+                job.timeout = limits.timeout_left()
+                self._coalescer.start_leader(waiter, job)
+                self._engine.admit(job)
+            return waiter.future
+        except BaseException:
+            waiter.cancel()
+            raise
 
     async def admit_async(self, job: Job) -> Future[ImageResult]:
-        """See `Admission`. A lookup thread hashes and reads the disk."""
-        waiter = self._waiter(job)
+        """See `Admission`. Other threads hash the image and read the disk."""
+        limits, waiter = _Limits(job), Waiter(job.expected, job.consumer, deadline=job.deadline)
+        coalescer = self._coalescer
         try:
-            try:
-                looking = self._coalescer.lookups.submit(self._look_up, waiter, job)
-            except RuntimeError:  # its threads have ended, since the encoder was closed meanwhile
-                self._engine.require_usable()
-                raise
-            await wait_for_future(looking)
-            found = looking.result()
+            self._watch(waiter, job)
+            pool = coalescer.lookups if type(job.image) in _IN_MEMORY else coalescer.file_lookups
+            found, key = await self._elsewhere(pool, partial(self._look_up, waiter, job))
+            if found is LookUp.NOT_IN_MEMORY:
+                entry = await self._read_disk(key, limits.disk_until)
+                finish = partial(coalescer.finish_find, waiter, key, entry)
+                # The rows of a hit may have to be copied to a device.
+                found = finish() if entry is None else await self._elsewhere(coalescer.lookups, finish)
+            if self._is_to_encode(found, waiter):
+                job.timeout = limits.timeout_left()
+                coalescer.start_leader(waiter, job)
+                await self._engine.admit_async(job)
+            return waiter.future
         except BaseException as error:
             # A coroutine may be collected inside a lock that cancelling takes.
             run_in_new_thread(waiter.cancel) if isinstance(error, GeneratorExit) else waiter.cancel()
             raise
-        if found is LookUp.MISS:
-            self._coalescer.start_leader(waiter, job)
-            await self._engine.admit_async(job)
-        return waiter.future
 
-    def _waiter(self, job: Job) -> Waiter:
-        """Make the waiter of the job's caller, which takes over the job's deadline."""
+    def _is_to_encode(self, found: LookUp, waiter: Waiter) -> bool:
+        if found is LookUp.MISS:
+            self._engine.scheduler.deadlines.watch(waiter)  # again: fails it at once if it is late by now
+        return found is LookUp.MISS and not waiter.future.done()
+
+    async def _elsewhere(self, pool: DaemonPool, work: Callable[[], T]) -> T:
+        """Have a thread of `pool` do `work`, and wait for it on the running loop."""
+        try:
+            done = pool.submit(work)
+        except RuntimeError:  # its threads have ended, since the encoder was closed meanwhile
+            self._engine.require_usable()
+            raise
+        await wait_for_future(done)
+        return done.result()
+
+    async def _read_disk(self, key: bytes, until: float | None) -> Entry | None:
+        cache = self._coalescer.cache
+        read = cache.start_read(key)
+        if read is not None:
+            with suppress(TimeoutError):
+                # Bounded, as not every loop takes an infinite time.
+                async with asyncio.timeout(None if until is None else min(until - time.monotonic(), 1e6)):
+                    await wait_for_future(read)
+        return cache.served(read.result() if read is not None and read.done() else None)
+
+    def _watch(self, waiter: Waiter, job: Job) -> None:
+        """Have the waiter of the job's caller take over the job's deadline, and notice its cancelling."""
         deadlines = self._engine.scheduler.deadlines
-        waiter = Waiter(job.expected, job.consumer, deadline=job.deadline)
         job.deadline = None
         waiter.on_done = partial(_on_done, deadlines)
         waiter.watch()
         deadlines.watch(waiter)
-        return waiter
 
-    def _look_up(self, waiter: Waiter, job: Job) -> LookUp:
+    def _look_up(self, waiter: Waiter, job: Job) -> tuple[LookUp, bytes]:
+        """Hash the image and look into memory; return what was found, and the key."""
         try:
             mm_hash = self._pipeline.content_hash(job)
-            found = self._coalescer.find(waiter, mm_hash, job)
+            key = self._coalescer.cache.keys.key(mm_hash, job.options)
+            found = self._coalescer.find(waiter, key)
         except Exception as error:
             waiter.fail_if_pending(error)
-            return LookUp.DONE
+            return LookUp.DONE, b""
         if type(job.image) is bytes:
             job.mm_hash = mm_hash  # other images may have changed by the time they are opened for good
-        return LookUp.DONE if found is LookUp.MISS and waiter.future.done() else found
+        return found, key
+
+
+class _Limits:
+    """How long a lookup may take, by the job's limits as it came."""
+
+    def __init__(self, job: Job) -> None:
+        self._begun, self._timeout = time.monotonic(), job.timeout
+        limits = [] if job.deadline is None else [job.deadline]
+        if job.timeout is not None:
+            limits.append(self._begun + max(job.timeout, _LEAST_DISK_WAIT_S))
+        self.disk_until = min(limits, default=None)
+        """Until when the disk is waited for; after that it counts as a miss."""
+
+    def timeout_left(self) -> float | None:
+        """Return what is left of the job's timeout for its slot."""
+        if self._timeout is None:
+            return None
+        return max(0.0, self._timeout - (time.monotonic() - self._begun))
 
 
 def _on_done(deadlines: Deadlines, waiter: Waiter, error: BaseException | None) -> None:
-    deadlines.forget(waiter)
-    if waiter.flight is not None:
-        waiter.flight.leave(waiter, None if isinstance(error, CancelledError) else error)
+    try:
+        deadlines.forget(waiter)
+    finally:
+        if waiter.flight is not None:
+            waiter.flight.leave(waiter, None if isinstance(error, CancelledError) else error)

@@ -9,12 +9,13 @@ of the very snapshot that is decoded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
 
+from .cache.daemons import DaemonPool
 from .cache.entry import Entry
 from .cache.inflight import Flight, Flights
 from .cache.tiered import Cache
@@ -25,9 +26,10 @@ from .engine.faults import Joined, copy_error
 from .engine.job import Job
 from .engine.promise import Promise
 from .errors import PlanMismatchError
-from .logs import logger
 from .pipeline import ImagePipeline
 from .settings import EncoderSettings
+
+_MAX_FILE_LOOKUPS = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -39,20 +41,24 @@ class Waiter(Promise):
     """The stream on which the caller will read the rows; None on the CPU."""
     flight: Flight[Waiter] | None = None
     running: bool = False
-    """Whether the flight's job runs, which started this promise too."""
+    """Whether the flight gives the outcome, and nothing else can any more: its job runs, or has ended."""
 
     def mark_running(self) -> None:
-        """Rule out cancelling and deadlines from now on: the job runs."""
-        self.running = self.start()
+        """Rule out cancelling and deadlines from now on."""
+        if not self.running:
+            self.running = True  # first: an interrupt in between loses no outcome
+            self.running = self.start()
 
     def resolve(self, make_result: Callable[[], ImageResult]) -> None:
         """Give the caller the result, or the error of making it, unless there is an outcome already."""
+        if self.future.done():
+            return
         try:
             result = make_result()
             rows = result.metadata.length
             if self.expected not in (None, rows):
                 raise PlanMismatchError(f"expected {self.expected} tokens, but this image makes {rows}")
-            self.running = self.running or self.start()
+            self.mark_running()
             if self.running:
                 self.succeed(result)
         except Exception as error:  # no waiter may be left without an outcome
@@ -60,7 +66,10 @@ class Waiter(Promise):
 
     def reject(self, error: BaseException) -> None:
         """Give the caller the error, unless there is an outcome already."""
-        if self.running or self.start():
+        if self.future.done():
+            return
+        self.mark_running()
+        if self.running:
             self.fail(error)
 
 
@@ -79,6 +88,7 @@ class LookUp(Enum):
     HIT = "resolved from memory or disk"
     JOINED = "joined the flight of the same key"
     MISS = "neither: it must be encoded"
+    NOT_IN_MEMORY = "it may be on disk"
     DONE = "the waiter has failed, or was cancelled meanwhile"
 
 
@@ -86,7 +96,7 @@ class Coalescer:
     """The flights of one encoder, and the delivery of their results. Holds no engine: its callbacks live in
     futures and threads, which must not keep an encoder alive.
 
-    lookups: number of lookup threads for event loops.
+    lookups: number of threads that hash images and look into memory for event loops.
     """
 
     @classmethod
@@ -98,12 +108,15 @@ class Coalescer:
 
     def __init__(self, cache: Cache, transfers: Transfers, results: str, lookups: int) -> None:
         self.cache, self._transfers, self._results = cache, transfers, results
-        self.lookups = ThreadPoolExecutor(lookups, "mm-encoder-lookup")
+        # Images that are read from a file or by Pillow may stall: they have threads of their own.
+        self.lookups = DaemonPool(lookups, "mm-encoder-lookup")
+        self.file_lookups = DaemonPool(_MAX_FILE_LOOKUPS, "mm-encoder-lookup-file")
         self._flights: Flights[Waiter] = Flights()
 
     def close(self) -> None:
         """Close the cache; all flights are closed by then."""
-        self.lookups.shutdown(wait=False)  # one may hang in a file system, and nobody waits for it
+        self.lookups.close()
+        self.file_lookups.close()
         self.cache.close()
 
     def stats(self) -> CacheStats:
@@ -114,15 +127,22 @@ class Coalescer:
         """Start a new epoch of keys: nothing stored so far is served any more."""
         self.cache.keys.bump()
 
-    def find(self, waiter: Waiter, mm_hash: str, job: Job) -> LookUp:
-        """Resolve `waiter` from the cache, or have it join the flight of the same key."""
-        key = self.cache.keys.key(mm_hash, job.options)
-        entry = self.cache.get(key)
+    def find(self, waiter: Waiter, key: bytes) -> LookUp:
+        """Resolve `waiter` from memory or, if no disk tier may have the entry, join the flight of its key."""
+        entry = self.cache.get_memory(key)
+        if entry is None and self.cache.has_disk:
+            return LookUp.NOT_IN_MEMORY
+        return self.finish_find(waiter, key, entry)
+
+    def finish_find(self, waiter: Waiter, key: bytes, entry: Entry | None) -> LookUp:
+        """Resolve `waiter` with the entry, if there is one, or have it join the flight of the same key."""
         if entry is not None:
             waiter.resolve(partial(self._result, entry, waiter))
             return LookUp.HIT
-        flight = self._flights.join(key, waiter)
-        if flight is None:
+        flight = self._flights.find(key)
+        waiter.flight = flight  # before it joins: whoever cancels from now on leaves it
+        if flight is None or not flight.join(waiter):
+            waiter.flight = None
             return LookUp.MISS
         self.cache.count("joined")
         self._attach(waiter, flight)
@@ -154,7 +174,7 @@ class Coalescer:
         key = self.cache.keys.key(job.mm_hash, job.options)
         while True:
             if self._flights.claim_key(key, flight):
-                if not flight.join():  # its last waiter left while the image was hashed
+                if not flight.is_open:  # its last waiter left while the image was hashed
                     self._flights.finish(flight)
                     return lambda: None
                 # Results are stored before flights finish: what finished before this one claimed is there.
@@ -170,14 +190,27 @@ class Coalescer:
             if other is not None:
                 self.cache.count("joined")
                 flight.close()
+                flight.forget()
                 for waiter in waiters:
                     self._attach(waiter, other)
                 return partial(job.fail_if_pending, Joined())
 
     def _deliver_cached(self, flight: JobFlight, job: Job, entry: Entry) -> None:
-        for waiter in self._flights.finish(flight):
-            waiter.resolve(partial(self._result, entry, waiter))
+        self._land(flight, lambda waiter: waiter.resolve(partial(self._result, entry, waiter)))
         job.fail_if_pending(Joined())
+
+    def _land(self, flight: Flight[Waiter], give: Callable[[Waiter], object]) -> None:
+        """End a flight and `give` each of its waiters the outcome, the rest also after an exception. It may
+        be landed again: who has an outcome keeps it.
+        """
+        try:
+            for waiter in self._flights.finish(flight):
+                give(waiter)
+        except BaseException:
+            for waiter in self._flights.finish(flight):
+                give(waiter)
+            raise
+        flight.forget()  # or it would refer in a cycle to the results
 
     def _attach(self, waiter: Waiter, flight: Flight[Waiter]) -> None:
         waiter.flight = flight
@@ -186,23 +219,27 @@ class Coalescer:
 
     def _on_job_done(self, flight: JobFlight, future: Future[ImageResult]) -> None:
         """Give every waiter the job's outcome; in whatever thread gave it, and nothing may come between."""
+        try:
+            self._land_with(flight, future)
+        except BaseException as error:
+            # An interrupt of this thread, which is not the waiters' own.
+            self._land(flight, lambda waiter, cause=error: waiter.reject(cause))  # type: ignore[misc]
+            raise
+
+    def _land_with(self, flight: JobFlight, future: Future[ImageResult]) -> None:
         if future.cancelled():
-            for waiter in self._flights.finish(flight):
-                waiter.cancel()
+            self._land(flight, Waiter.cancel)
             return
         error = future.exception()
         if error is not None:
-            for waiter in self._flights.finish(flight):
-                waiter.reject(copy_error(error))
+            self._land(flight, lambda waiter: waiter.reject(copy_error(error)))
             return
         result = future.result()
         try:
             self._store(flight, result)
         except Exception:
-            self.cache.count("errors")
-            logger.exception("a result could not be cached", extra={"mm_event": "cache_error"})
-        for waiter in self._flights.finish(flight):
-            waiter.resolve(partial(self._for_consumer, result, flight, waiter))
+            self.cache.log_error("a result could not be cached")
+        self._land(flight, lambda waiter: waiter.resolve(partial(self._for_consumer, result, flight, waiter)))
 
     def _for_consumer(self, result: ImageResult, flight: JobFlight, waiter: Waiter) -> ImageResult:
         if result.tensor.device.type != "cpu":

@@ -223,7 +223,8 @@ class CacheStats:
     disk, as `joined` (got another job's result) or as a miss; as none if it ended before decoding.
 
     `bypasses` are results larger than `max_entry_bytes`; `dropped` were not written to disk, because the
-    backlog was full or the write failed. `live_cpu_bytes_process` are the bytes of cached rows alive in this
+    backlog was full or the write failed; `stalled` are lookups that went on as a miss, because the disk took
+    longer than their timeout or deadline. `live_cpu_bytes_process` are the bytes of cached rows alive in this
     process, wherever they are referenced.
     """
 
@@ -233,6 +234,7 @@ class CacheStats:
     joined: int = 0
     bypasses: int = 0
     dropped: int = 0
+    stalled: int = 0
     errors: int = 0
     memory_entries: int = 0
     memory_bytes: int = 0

@@ -37,6 +37,7 @@ from mm_encoder import (
     PlanMismatchError,
     ReplicaError,
 )
+from mm_encoder.cache.inflight import Flight
 from mm_encoder.cache.memory import live_cpu_bytes_process
 from mm_encoder.coalescer import Coalescer, LookUp, Waiter
 from mm_encoder.engine.deadlines import Deadlines
@@ -504,6 +505,67 @@ def test_callbacks_of_a_hit_found_before_decoding_run_without_the_cpu_permit(
     until(lambda: len(answers) == 1)
     assert first.result(timeout=HANG)
     assert blocker.result(timeout=HANG)
+
+
+def test_an_image_whose_result_was_stored_after_its_lookup_is_not_decoded(
+    make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = make()
+    first = encoder.generate(png())[0]
+    assert isinstance(encoder._coalescer, Coalescer)
+    # As if it had been looked up before.
+    monkeypatch.setattr(encoder._coalescer, "find", lambda *_: LookUp.MISS)
+    second = encoder.generate(png())[0]
+    assert second.tensor is first.tensor
+    assert (work.decoded, work.run) == (1, 1)
+    assert second.metadata.cache == "memory"
+    nothing_left(encoder)
+
+
+def test_an_image_cancelled_right_before_its_job_is_not_encoded(
+    make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = make()
+    coalescer = encoder._coalescer
+    assert isinstance(coalescer, Coalescer)
+    start_leader = coalescer.start_leader
+
+    def cancelled_first(waiter: Any, job: Any) -> None:
+        assert waiter.future.cancel()
+        start_leader(waiter, job)
+
+    monkeypatch.setattr(coalescer, "start_leader", cancelled_first)
+    assert encoder.submit(png()).cancelled()
+    nothing_left(encoder)
+    assert (work.decoded, work.run) == (0, 0)
+
+
+def test_an_image_cancelled_while_it_moves_to_another_flight_leaves_that(
+    make: Make, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = make(queue_depth=8, preprocess_workers=1)
+    coalescer = encoder._coalescer
+    assert isinstance(coalescer, Coalescer)
+    work.hold()
+    blocker = encoder.submit(png(9))
+    work.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(coalescer, "find", lambda *_: LookUp.MISS)
+        patch.setattr(Flight, "forget", lambda _: second.cancel())  # it has joined, and is not attached yet
+        first = encoder.submit(png())
+        until(lambda: encoder.cache_stats().misses == 2)
+        opened = threading.Event()
+        before_decode = coalescer.before_decode
+        patch.setattr(coalescer, "before_decode", lambda job: opened.wait(HANG) and before_decode(job))
+        second = encoder.submit(png())
+        opened.set()
+        until(lambda: second.cancelled() and encoder.health().preprocessing[0].busy_s is None)
+    assert first.cancel()
+    until(lambda: encoder.health().queue_length == 0)  # nobody waits for the image any more
+    work.opened.set()
+    assert blocker.result(timeout=HANG)
+    nothing_left(encoder)
+    assert work.run == 1
 
 
 def test_an_image_cancelled_while_hashed_leaves_no_flight(

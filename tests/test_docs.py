@@ -312,7 +312,7 @@ def test_the_functions_on_an_images_way_are_those_of_the_code() -> None:
 
 
 def test_every_thread_is_listed() -> None:
-    pattern = r"(?:name=|[Tt]hread.*|__init__\()f?\"mm-encoder-([a-z-]+?)-?[{\"]"
+    pattern = r"(?:name=|[Tt]hread.*|Pool\(.*|__init__\()f?\"mm-encoder-([a-z-]+?)-?[{\"]"
     started = {name for path in SOURCES for name in re.findall(pattern, path.read_text(encoding="utf-8"))}
     listed = {re.sub(r"[-_]N$", "", name) for name in names_in(page("architecture.md"), "Threads")}
     assert listed == {f"mm-encoder-{name}" for name in started}

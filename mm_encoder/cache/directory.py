@@ -51,32 +51,45 @@ class Listing(NamedTuple):
 def scan(path: str) -> Listing:
     """List the directory, leaving out files that disappear during the scan."""
     listing = Listing([], [], [], [])
+    for file in walk(path, listing):
+        listing.entries.append(file)
+    return listing
+
+
+def walk(path: str, others: Listing) -> Iterator[EntryFile]:
+    """Yield the entries one by one, as there may be millions, and add everything else to `others`."""
     with os.scandir(path) as files:
         for file in files:
             match = _ENTRY_NAME.fullmatch(file.name)
             if match is None:
                 if file.name not in (LOCK, LEDGER):
-                    listing.foreign.append(file.name)
+                    others.foreign.append(file.name)
                 continue
             try:
                 status = file.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
             if not stat.S_ISREG(status.st_mode):
-                listing.irregular.append(file.path)
+                others.irregular.append(file.path)
                 continue
-            kind = listing.entries if match[2] == "rows" else listing.temporaries
-            kind.append(EntryFile(status.st_mtime_ns, status.st_size, file.path))
-    return listing
+            found = EntryFile(status.st_mtime_ns, status.st_size, file.path)
+            if match[2] == "rows":
+                yield found
+            else:
+                others.temporaries.append(found)
 
 
-def require_cache(path: str, names: list[str] | None = None) -> None:
+def require_cache(path: str, *, or_empty: bool = False) -> None:
     """Raise CacheError unless `path` is a directory of the files backend."""
     try:
-        names = sorted(os.listdir(path)) if names is None else names
+        if any(os.path.lexists(os.path.join(path, name)) for name in (LOCK, LEDGER)):
+            return
+        names = sorted(os.listdir(path))
     except OSError as error:
         raise CacheError(f"{path} is not an mm-encoder cache: {error.strerror}") from error
-    if LOCK not in names and LEDGER not in names:
+    if names and all(map(_ENTRY_NAME.fullmatch, names)):
+        return  # a cleaner of old files has removed the two
+    if names or not or_empty:
         holds = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise CacheError(
             f"{path} is not an mm-encoder cache: it contains {holds or 'nothing'}; give a cache's directory, "
@@ -96,7 +109,7 @@ def temporary_path(directory: str, key: bytes) -> str:
 
 def key_of(path: str) -> bytes:
     """Return the key of the entry at `path`."""
-    return bytes.fromhex(os.path.basename(path).removesuffix(".rows"))
+    return bytes.fromhex(path[-69:-5])  # 64 digits and .rows
 
 
 def remove(path: str) -> None:

@@ -22,11 +22,12 @@ from ..logs import logger
 from . import directory
 from .codec import EntryError, encode
 from .entry import DiskStats, DiskTier, Entry
-from .ledger import LEDGER_BYTES, Ledger, Lock
-
+from .ledger import LEDGER_BYTES, Ledger, lock
+from .order import EvictionOrder
 
 _LOCK_TIMEOUT_S = 5.0  # to wait for writes of other processes
 _READER_LOCK_TIMEOUT_S = 0.1
+_BEAT_EVERY = 1000  # files of a scan
 _LOG_EVERY_S = 60.0
 # Caused by the process, not by the file: the next read may succeed.
 _TRANSIENT_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -45,19 +46,21 @@ class FileTier(DiskTier):
         self._path = os.path.abspath(path)
         self._budget = max_bytes - LEDGER_BYTES
         self._pid = os.getpid()
-        self._eviction_order: list[directory.EntryFile] = []  # as of the last scan; the next to evict is last
+        self._eviction_order = EvictionOrder()  # as of the last scan
         self._rescan_needed = False
         self._stats_lock = threading.Lock()
         self._evictions = self._errors = 0
         self._last_logged: dict[str, float] = {}
         self._closed = False
-        self._lock = Lock(self._path, shared=shared)
+        self._lock = lock(self._path, shared=shared)
         try:
             self._ledger = Ledger(self._path)
-            with self._ledger.locked(_LOCK_TIMEOUT_S) as locked:
+            # Encoders that start together wait for the one that scans, however long that takes.
+            with self._ledger.locked(_LOCK_TIMEOUT_S, patient=True) as locked:
                 if not locked:
                     raise CacheLockedError(f"another process is writing to {self._path} and does not finish")
-                self._rescan()
+                if not (self._ledger.waited and self._ledger.clean):  # else the one before has just scanned
+                    self._rescan()
                 self._evict_to_fit(0)
         except BaseException as error:
             self._lock.release()
@@ -167,29 +170,35 @@ class FileTier(DiskTier):
                 self._rescan()
                 rescans += 1
                 continue
-            file = self._eviction_order[-1]
+            self._ledger.beat()
+            used_ns, key = self._eviction_order.first()
+            path = directory.entry_path(self._path, key)
             try:
-                status = os.lstat(file.path)
+                status = os.lstat(path)
             except FileNotFoundError:  # another process evicted it, and counted that
-                self._eviction_order.pop()
+                self._eviction_order.remove_first()
                 continue
             # A file used since the scan is newer than all unused ones: skip it. After two rescans evict it
             # nevertheless, or readers that keep using every entry could hold this thread here forever.
-            if status.st_mtime_ns == file.used_ns or rescans >= 2:
-                directory.remove(file.path)
+            if status.st_mtime_ns == used_ns or rescans >= 2:
+                directory.remove(path)
                 self._ledger.add(-1, -status.st_size)
                 with self._stats_lock:
                     self._evictions += 1
-            self._eviction_order.pop()
+            self._eviction_order.remove_first()
 
     def _rescan(self) -> None:
         """Scan and sweep the directory; renew the eviction order and the ledger's counts."""
         self._rescan_needed = False
-        listing = directory.scan(self._path)
-        directory.sweep(listing)
-        self._eviction_order = sorted(listing.entries, reverse=True)
-        self._ledger.entries = len(self._eviction_order)
-        self._ledger.bytes = sum(file.bytes for file in self._eviction_order)
+        order, size, others = EvictionOrder(), 0, directory.Listing([], [], [], [])
+        for used_ns, nbytes, path in directory.walk(self._path, others):
+            order.add(used_ns, directory.key_of(path))
+            size += nbytes
+            if not len(order) % _BEAT_EVERY:
+                self._ledger.beat()
+        directory.sweep(others)
+        self._eviction_order = order
+        self._ledger.entries, self._ledger.bytes = len(order), size
         self._ledger.clean = True
 
     def _remove_damaged(self, path: str, read: os.stat_result | None = None) -> None:

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from filelock import FileLock
-
 from ..logs import logger
+from .locks import Lock
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -28,7 +27,7 @@ class FoyerPanic(Exception):
 class OpenHandle:
     """foyer's handle and the directory's lock. It refers to no tier, whose finalizer closes it."""
 
-    def __init__(self, cache: Any, lock: FileLock) -> None:
+    def __init__(self, cache: Any, lock: Lock) -> None:
         self._cache = cache
         self._lock = lock
         self._pid = os.getpid()

@@ -7,8 +7,11 @@ is left, whichever caller started it, and is abandoned when the last one leaves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Generic, Protocol, TypeVar
+
+from ..locks import AskableLock, guarded
 
 
 class Waits(Protocol):
@@ -22,69 +25,104 @@ Abandon = Callable[[BaseException | None], object]
 
 
 class Flight(Generic[A]):
-    """One computation and its waiters. `abandon` is called with the reason when the last waiter leaves."""
+    """One computation and its waiters. `abandon` is called with the reason when the last waiter leaves; more
+    than once if it is interrupted.
+
+    A waiter may leave anywhere, also where its own thread holds the lock: in a signal handler, or in a
+    finalizer that the garbage collector runs.
+    """
 
     def __init__(self, first: A, abandon: Abandon) -> None:
         self.key = b""
         self._waiters: list[A] | None = [first]
+        self._landed: list[A] = []
         self._running = False
         self._abandon: Abandon | None = abandon
-        self._lock = threading.Lock()
+        self._lock = AskableLock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be joined at this moment."""
+        return self._waiters is not None
 
     def join(self, *waiters: A) -> bool:
         """Add waiters; False if the flight has closed or was abandoned."""
-        with self._lock:
-            if self._waiters is None:
-                return False
-            self._waiters += waiters
-            if self._running:
-                for waiter in waiters:
-                    waiter.mark_running()
-            return True
+        if not self._add(waiters):
+            return False
+        if self._running:
+            _mark_running(waiters)
+        return True
 
     def mark_running(self) -> None:
         """Record that the computation runs, for the waiters of now and those to come."""
-        with self._lock:
-            self._running = True
-            for waiter in self._waiters or ():
-                waiter.mark_running()
+        self._running = True
+        _mark_running(self.waiters())
 
     def leave(self, waiter: A, why: BaseException | None = None) -> None:
         """Remove a waiter, because of `why` (None: it was cancelled). The last one abandons the flight."""
-        abandon = None
-        with self._lock:
-            if self._waiters is None or not any(other is waiter for other in self._waiters):
-                return
-            self._waiters = [other for other in self._waiters if other is not waiter] or None
-            if self._waiters is None:
-                abandon, self._abandon = self._abandon, None
-        if abandon is not None:
-            abandon(why)
+        self._lock.ask(partial(self._remove, waiter, why))
 
     def waiters(self) -> list[A]:
         """Return the waiters of this moment."""
-        with self._lock:
-            return list(self._waiters or ())
+        return self._waiters or []  # the list is never changed, but replaced
 
+    @guarded
     def close(self) -> list[A]:
-        """Close the flight, which cannot be joined any more, and return its waiters."""
-        with self._lock:
-            waiters, self._waiters = self._waiters, None
-            self._abandon = None  # a method of the computation, which refers to the flight
-            return waiters or []
+        """Close the flight, which cannot be joined any more, and return its waiters; the same ones if it is
+        called again, until `forget`.
+        """
+        if self._waiters is not None:
+            self._landed = self._waiters
+            self._waiters = None
+        self._abandon = None  # a method of the computation, which refers to the flight
+        return self._landed
+
+    def forget(self) -> None:
+        """Let go of the waiters that `close` returned."""
+        self._landed = []
+
+    @guarded
+    def _add(self, waiters: tuple[A, ...]) -> bool:
+        if self._waiters is None:
+            return False
+        self._waiters = [*self._waiters, *waiters]
+        return True
+
+    def _remove(self, waiter: A, why: BaseException | None) -> None:
+        left = [other for other in self.waiters() if other is not waiter]
+        if len(left) == len(self.waiters()):
+            return  # it has left, or landed
+        if not left:
+            self._lock.after(partial(self._give_up, why))
+        self._waiters = left or None
+
+    def _give_up(self, why: BaseException | None) -> None:
+        abandon = self._abandon
+        if abandon is not None and self._waiters is None:
+            abandon(why)
+            self._abandon = None
+
+
+def _mark_running(waiters: Iterable[Waits]) -> None:
+    for waiter in waiters:
+        waiter.mark_running()
 
 
 class Flights(Generic[A]):
     """The flights that can be joined, by key."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant, as a flight may be finished by the collector inside it; nothing is waited for in it.
+        self._lock = threading.RLock()
         self._flights: dict[bytes, Flight[A]] = {}
+
+    def find(self, key: bytes) -> Flight[A] | None:
+        """Return the flight of `key`, if there is one; it may be closed."""
+        return self._flights.get(key)
 
     def join(self, key: bytes, *waiters: A) -> Flight[A] | None:
         """Join the flight of `key`, if there is one, and return it."""
-        with self._lock:
-            flight = self._flights.get(key)
+        flight = self.find(key)
         return flight if flight is not None and flight.join(*waiters) else None
 
     def claim_key(self, key: bytes, flight: Flight[A]) -> bool:
@@ -93,20 +131,20 @@ class Flights(Generic[A]):
         """
         with self._lock:
             other = self._flights.get(key)
-            if other is not None and other.join():
+            if other is not None and other.is_open:
                 return False
             flight.key = key
             self._flights[key] = flight
             return True
 
     def finish(self, flight: Flight[A]) -> list[A]:
-        """Remove a flight, close it, and return its waiters."""
+        """Close a flight, remove it, and return its waiters."""
+        waiters = flight.close()  # first: whoever claims its key from now on sees that it is closed
         with self._lock:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
-        return flight.close()
+        return waiters
 
     def __len__(self) -> int:
         """Return the number of flights."""
-        with self._lock:
-            return len(self._flights)
+        return len(self._flights)

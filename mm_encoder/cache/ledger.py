@@ -1,9 +1,4 @@
-"""Advisory locks of the files backend's directory, and the ledger of its entries and bytes.
-
-The locks use flock: it can be shared, every open() is a separate owner even within a process, the kernel
-releases it when a process dies, and a forked child that closes its copy does not unlock its parent. A child
-closes its copy at once, because the lock would otherwise outlive the parent.
-"""
+"""The ledger of a files backend: its numbers of entries and bytes, whose lock is held while they change."""
 
 from __future__ import annotations
 
@@ -12,103 +7,67 @@ import os
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import partial
 
-from ..errors import CacheError, CacheLockedError
-from .directory import LEDGER, LOCK, require_cache
+from ..errors import CacheError
+from .directory import LEDGER, LOCK, require_cache, touch
+from .locks import Lock, make_closer, open_file
 
 _RECORD = struct.Struct("<QQQ")  # entries, bytes, dirty flag
 LEDGER_BYTES = _RECORD.size
 """Size of the ledger's file; the lock file is empty."""
 
 
-class Lock:
-    """A lock on a directory, held until `release` is called or the object is collected."""
-
-    def __init__(self, path: str, *, shared: bool) -> None:
-        """Create the directory if it is missing and lock it without waiting. Raises CacheError."""
-        _ensure_directory(path)
-        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        try:
-            descriptor = _open_file(path, LOCK)
-        except OSError as error:
-            raise CacheError(f"the cache directory {path} is not writable: {error.strerror}") from error
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                raise CacheLockedError(
-                    f"the cache directory {path} is in use by another encoder; use another directory, "
-                    "or open it with shared=True in all of them"
-                ) from None
-            raise CacheError(f"the cache directory {path} cannot be locked: {error.strerror}") from error
-        self.release = _make_closer(self, descriptor)
-
-
-def _ensure_directory(path: str) -> None:
+def lock(path: str, *, shared: bool) -> Lock:
+    """Create the directory of a files backend if it is missing, and lock it. Raises CacheError."""
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
-        names = sorted(os.listdir(path))
     except OSError as error:
         raise CacheError(f"{path} cannot be used as a cache directory: {error.strerror}") from error
-    if names:
-        require_cache(path, names)
+    remedy = ", or open it with shared=True in all of them"
+    return Lock(path, LOCK, partial(_check_directory, path), shared=shared, remedy=remedy)
+
+
+def _check_directory(path: str) -> None:
+    require_cache(path, or_empty=True)
     if not os.access(path, os.W_OK | os.X_OK):
         raise CacheError(f"the cache directory {path} is not writable")
-
-
-def _open_file(path: str, name: str) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(os.path.join(path, name), flags, 0o666)
-
-
-def _make_closer(owner: object, descriptor: int) -> weakref.finalize[..., Any]:
-    """Return what closes the descriptor: when called, when `owner` is collected, or in a forked child."""
-    close = weakref.finalize(owner, _unlock_and_close, descriptor, os.getpid())
-    close.atexit = False  # the kernel does it then, and a thread may still be writing
-    os.register_at_fork(after_in_child=close)
-    return close
-
-
-def _unlock_and_close(descriptor: int, owner: int) -> None:
-    # LOCK_UN, as a child forked outside Python may hold a copy of the descriptor; a child never unlocks.
-    if os.getpid() == owner:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
 
 
 class Ledger:
     """A directory's numbers of entries and bytes with a dirty flag, stored in a file.
 
     Anyone may read them at any time; only the holder of the lock, a thread of one process, changes them. A
-    process killed while files change leaves the dirty flag set; the next holder rescans the directory.
+    process killed while files change leaves the dirty flag set; the next holder rescans the directory. So
+    does the next after someone removed the file: the lock is always that of the file that has the name.
     """
 
     def __init__(self, path: str) -> None:
         """Open the ledger's file, created if it is missing. Raises OSError."""
         self._path = os.path.join(path, LEDGER)
-        self._descriptor = _open_file(path, LEDGER)
+        self._descriptor = open_file(path, LEDGER)
         self._mutex = threading.Lock()
-        self._close = _make_closer(self, self._descriptor)
+        self._close = make_closer(self, self._descriptor)
         self.entries = self.bytes = 0
         self.clean = False
+        self.waited = False
+        """Whether the lock was another's when `locked` was called last."""
+        self._last_beat = 0.0
 
     @contextmanager
-    def locked(self, seconds: float) -> Iterator[bool]:
-        """Hold the lock; yields False if it is not free within `seconds`, or if the ledger is closed.
+    def locked(self, seconds: float, *, patient: bool = False) -> Iterator[bool]:
+        """Hold the lock; yields False if it is not free within `seconds`, or if the ledger is closed. If
+        `patient`, the seconds begin anew whenever the holder shows that it goes on, see `beat`.
 
         `entries`, `bytes` and `clean` are read first and written back at the end, also after an exception.
         """
-        deadline = time.monotonic() + seconds
         if not self._mutex.acquire(timeout=seconds):
             yield False
             return
         try:
-            if not (self._close.alive and self._acquire_flock(deadline)):
+            if not (self._close.alive and self._acquire_flock(seconds, patient)):
                 yield False
                 return
             try:
@@ -124,6 +83,13 @@ class Ledger:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         finally:
             self._mutex.release()
+
+    def beat(self) -> None:
+        """Show those who wait for the lock that its holder goes on; to be called often where much is done."""
+        now = time.monotonic()
+        if now - self._last_beat > 0.1:
+            self._last_beat = now
+            touch(self._descriptor)
 
     def mark_dirty(self) -> None:
         """Set the dirty flag in the file, before entry files change."""
@@ -147,15 +113,40 @@ class Ledger:
         with self._mutex:
             self._close()
 
-    def _acquire_flock(self, deadline: float) -> bool:
+    def _acquire_flock(self, seconds: float, patient: bool) -> bool:
+        self.waited, pause, beaten = False, 0.001, self._beaten_ns()
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
             except BlockingIOError:
+                self.waited = True
+                if patient and self._beaten_ns() != beaten:
+                    beaten, deadline = self._beaten_ns(), time.monotonic() + seconds
                 if time.monotonic() >= deadline:
                     return False
-                time.sleep(0.001)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02) if patient else pause
+            else:
+                if self._has_its_name():
+                    return True
+                self._reopen()
+
+    def _beaten_ns(self) -> int:
+        return os.fstat(self._descriptor).st_mtime_ns
+
+    def _has_its_name(self) -> bool:
+        try:
+            return os.path.samestat(os.lstat(self._path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+    def _reopen(self) -> None:
+        descriptor = open_file(*os.path.split(self._path))
+        try:
+            os.dup2(descriptor, self._descriptor, inheritable=False)  # closes the file that lost its name
+        finally:
+            os.close(descriptor)
 
     def _read(self) -> None:
         self.entries, self.bytes, self.clean = _parse(os.pread(self._descriptor, LEDGER_BYTES, 0))

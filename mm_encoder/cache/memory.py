@@ -96,16 +96,13 @@ class MemoryTier:
         with self._lock:
             if self._closed or key in self._index:
                 return
-            while self._bytes + nbytes > self._max_bytes:
-                evicted.append(self._evict())
-            node = self._index[key] = _Node(key, entry, nbytes)
-            self._bytes += nbytes
-            if key in self._ghosts:
-                self._ghost_bytes -= self._ghosts.pop(key)
-                self._main.append(node)
-            else:
-                self._small.append(node)
-                self._small_bytes += nbytes
+            try:
+                while self._bytes + nbytes > self._max_bytes:
+                    evicted.append(self._evict())
+                self._add(_Node(key, entry, nbytes))
+            except BaseException:  # an interrupt: better empty than with bytes that nothing evicts
+                self._drop_all()
+                raise
         track(entry.rows)
 
     def stats(self) -> MemoryStats:
@@ -117,9 +114,7 @@ class MemoryTier:
         """Drop all entries, without counting them as evicted."""
         with self._lock:
             dropped = self._index, self._small, self._main
-            self._index, self._small, self._main = {}, deque(), deque()
-            self._ghosts.clear()
-            self._bytes = self._small_bytes = self._ghost_bytes = 0
+            self._drop_all()
         del dropped  # outside the lock, as in `put`
 
     def close(self) -> None:
@@ -127,6 +122,21 @@ class MemoryTier:
         with self._lock:
             self._closed = True
         self.clear()
+
+    def _drop_all(self) -> None:
+        self._index, self._small, self._main = {}, deque(), deque()
+        self._ghosts = OrderedDict()
+        self._bytes = self._small_bytes = self._ghost_bytes = 0
+
+    def _add(self, node: _Node) -> None:
+        self._index[node.key] = node
+        self._bytes += node.nbytes
+        if node.key in self._ghosts:
+            self._ghost_bytes -= self._ghosts.pop(node.key)
+            self._main.append(node)
+        else:
+            self._small.append(node)
+            self._small_bytes += node.nbytes
 
     def _evict(self) -> _Node:
         """Remove and return the next victim. Call it only while bytes are in use, so there is one."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import resource
+from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from ..config import require_int
-from ..errors import CacheError, CacheLockedError
+from ..errors import CacheError
 from . import codec
+from .locks import Lock
 
 _FORMAT = f"1.{codec.FORMAT}"
 # Names that differ from those of the files backend, so that neither opens the other's directory. The stamp is
@@ -49,19 +49,13 @@ def check_descriptors(regions: int) -> None:
         )
 
 
-def acquire_lock(path: Path) -> FileLock:
+def acquire_lock(path: Path) -> Lock:
     """Create the directory if it is missing, and lock it. Raises CacheError, CacheLockedError."""
-    # Not thread-local: another thread releases it.
-    lock = FileLock(path / LOCK, thread_local=False)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_cache(path)
-        lock.acquire(blocking=False)
-    except Timeout as error:
-        raise CacheLockedError(f"{path} is in use by another encoder; use another directory") from error
     except OSError as error:
         raise CacheError(f"the cache cannot be opened in {path}: {error}") from error
-    return lock
+    return Lock(os.fspath(path), LOCK, partial(_require_cache, path), shared=False)
 
 
 def _require_cache(path: Path) -> None:
@@ -122,16 +116,15 @@ def allocated_bytes(directory: Path) -> int:
 
 def clear(directory: Path) -> int:
     """Remove everything but the lock, and return the bytes freed. Raises CacheError, CacheLockedError."""
-    freed = 0
+    freed, lock = 0, Lock(os.fspath(directory), LOCK, lambda: None, shared=False)
     try:
-        with FileLock(directory / LOCK, blocking=False):
-            for file in _files(directory):
-                freed += file.stat(follow_symlinks=False).st_size
-                os.unlink(file.path)  # the stamp first: without it the next open wipes the rest
-    except Timeout as error:
-        raise CacheLockedError(f"the cache directory {directory} is in use by another encoder") from error
+        for file in _files(directory):
+            freed += file.stat(follow_symlinks=False).st_size
+            os.unlink(file.path)  # the stamp first: without it the next open wipes the rest
     except OSError as error:
         raise CacheError(f"{directory} cannot be cleared: {error.strerror}") from error
+    finally:
+        lock.release()
     return freed
 
 

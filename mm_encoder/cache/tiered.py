@@ -18,7 +18,7 @@ from ..logs import logger
 from .entry import DiskStats, DiskTier, Entry
 from .key import Keys
 from .memory import MemoryTier, live_cpu_bytes_process
-
+from .reads import DiskRead, DiskReads
 
 Rows = Callable[[], torch.Tensor]
 """Returns a result's rows on the CPU, in storage that nothing else shares; may wait for a device."""
@@ -54,8 +54,8 @@ class Cache:
                 self._disk.close()
             raise
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
-        self._disk_reads: dict[bytes, Future[Entry | None]] = {}
+        self._lock = threading.RLock()  # a signal handler may come in between, and count or close
+        self._reads = DiskReads(self._read_disk)
         # Pending writes, oldest first; the writer is at the first one.
         self._backlog: OrderedDict[bytes, _PendingWrite] = OrderedDict()
         self._backlog_bytes = 0
@@ -69,19 +69,56 @@ class Cache:
         entry = self._memory.get(key)
         if entry is not None:
             return entry
-        with self._lock:
-            pending = self._backlog.get(key)
+        pending = self._backlog.get(key)
         return None if pending is None or not pending.in_memory else Entry(pending.rows(), pending.metadata)
 
-    def get(self, key: bytes) -> Entry | None:
+    def get(self, key: bytes, until: float | None = None) -> Entry | None:
         """Return the entry from memory or disk; its metadata's `cache` tells which. Counts hits, not misses.
-        When several threads ask for one key, a single reader reads the disk.
+        When several threads ask for one key, a single reader reads the disk; `until` bounds the wait for it,
+        on time.monotonic()'s clock.
         """
+        entry = self.get_memory(key)
+        return self.get_disk(key, until) if entry is None else entry
+
+    def get_memory(self, key: bytes) -> Entry | None:
+        """`get` without a read of the disk: from the memory tier, or the backlog after it."""
         entry = self._memory.get(key)
-        if entry is not None:
-            self.count("memory_hits")
-            return entry
-        return self._read_pending_or_disk(key)
+        if entry is None:
+            pending = self._backlog.get(key)
+            if pending is None:
+                return None
+            try:
+                entry = Entry(pending.rows(), pending.metadata)
+            except Exception:  # a device error; the writer meets it too, and logs it
+                return None
+        self.count("memory_hits")
+        return entry
+
+    def get_disk(self, key: bytes, until: float | None = None) -> Entry | None:
+        """`get` after `get_memory`."""
+        return self.served(self._reads.wait(key, until)) if self.has_disk else None
+
+    def start_read(self, key: bytes) -> Future[DiskRead] | None:
+        """Begin `get_disk` in another thread, and return what to give to `served` once it is done. None if
+        there is no thread to be had.
+        """
+        return self._reads.start(key)
+
+    def served(self, read: DiskRead | None) -> Entry | None:
+        """Return what was read, and count it; None is a read that was not waited for."""
+        if read is None:
+            self.count("stalled")
+            return None
+        entry, first = read.serve()
+        if entry is None:
+            return None
+        self.count("disk_hits" if first else "memory_hits")
+        return Entry(entry.rows, replace(entry.metadata, cache="disk")) if first else entry
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk tier."""
+        return self._disk is not None
 
     def put(self, key: bytes, rows: torch.Tensor, metadata: ImageMetadata) -> None:
         """Store CPU rows, which must not change any more: in memory at once, on disk behind it."""
@@ -119,6 +156,7 @@ class Cache:
             joined=counts["joined"],
             bypasses=counts["bypasses"],
             dropped=counts["dropped"],
+            stalled=counts["stalled"],
             errors=counts["errors"] + disk.errors,
             memory_entries=memory.entries,
             memory_bytes=memory.bytes,
@@ -131,6 +169,7 @@ class Cache:
 
     def close(self) -> None:
         """Write the whole backlog, then close both tiers and release the directory. Idempotent."""
+        self._reads.close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -139,44 +178,22 @@ class Cache:
             self._disk.close()
         self._memory.close()
 
-    def _read_pending_or_disk(self, key: bytes) -> Entry | None:
-        """Return the entry from the backlog or from disk; one thread per key reads, the others wait."""
-        with self._lock:
-            pending = self._backlog.get(key)
-            disk_read = self._disk_reads.get(key)
-            is_reader = pending is None and disk_read is None and self._disk is not None
-            if is_reader:
-                self._disk_reads[key] = Future()
-        if pending is not None:  # the memory tier may have evicted it already
-            try:
-                entry = Entry(pending.rows(), pending.metadata)
-            except Exception:  # a device error; the writer meets it too, and logs it
-                return None
-            self.count("memory_hits")
-            return entry
-        if is_reader:
-            return self._read_disk(key)
-        found = None if disk_read is None else disk_read.result()
-        if found is not None:
-            self.count("memory_hits")
-        return found
-
     def _read_disk(self, key: bytes) -> Entry | None:
-        entry = None
+        assert self._disk is not None
         try:
-            assert self._disk is not None
             entry = self._disk.get(key)
-            if entry is not None:
-                entry = Entry(entry.rows, _as_cached(entry.metadata))
-                self._memory.put(key, entry)
-        finally:
-            with self._lock:
-                disk_read = self._disk_reads.pop(key)
-            disk_read.set_result(entry)
-        if entry is None:
+        except Exception:
+            self.log_error("a result could not be read")
             return None
-        self.count("disk_hits")
-        return Entry(entry.rows, replace(entry.metadata, cache="disk"))
+        if entry is not None:
+            entry = Entry(entry.rows, _as_cached(entry.metadata))
+            self._memory.put(key, entry)
+        return entry
+
+    def log_error(self, what: str) -> None:
+        """Count the exception that is being handled as an error, and log it."""
+        self.count("errors")
+        logger.exception(what, extra={"mm_event": "cache_error"})
 
     def _enqueue_write(self, key: bytes, pending: _PendingWrite) -> None:
         with self._changed:
@@ -185,9 +202,10 @@ class Cache:
             if self._backlog and self._backlog_bytes + pending.nbytes > self._max_backlog_bytes:
                 self._counts["dropped"] += 1  # rather than block the caller
                 return
-            self._backlog[key] = pending
-            self._backlog_bytes += pending.nbytes
+            # The entry last: an interrupt before it leaves nothing, and bytes that the writer corrects.
             self._changed.notify_all()
+            self._backlog_bytes += pending.nbytes
+            self._backlog[key] = pending
 
     def _run_writer(self) -> None:
         while True:
@@ -199,13 +217,17 @@ class Cache:
                 key, pending = next(iter(self._backlog.items()))
             try:
                 self._store(key, pending)
-            except Exception:
-                self.count("errors")
-                logger.exception("a result could not be cached", extra={"mm_event": "cache_error"})
-            with self._lock:
-                del self._backlog[key]
-                self._backlog_bytes -= pending.nbytes
+            except BaseException:  # no result's fault may end the thread
+                self.log_error("a result could not be cached")
+            finally:
+                self._remove_pending(key)
             del pending  # an idle writer keeps nothing alive
+
+    def _remove_pending(self, key: bytes) -> None:
+        with self._lock:
+            pending = self._backlog.pop(key, None)
+            if pending is not None:
+                self._backlog_bytes = self._backlog_bytes - pending.nbytes if self._backlog else 0
 
     def _store(self, key: bytes, pending: _PendingWrite) -> None:
         entry = Entry(pending.rows(), pending.metadata)

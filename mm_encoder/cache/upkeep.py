@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..errors import CacheError
 from .codec import EntryError
 from .directory import key_of, load, open_entry, remove, require_cache, scan, sweep
-from .ledger import Lock
+from .ledger import lock
 
 
 class Description(NamedTuple):
@@ -72,7 +72,7 @@ def clear(path: str | Path) -> Description:
     Raises CacheLockedError while an encoder uses it, and CacheError if `path` is not a cache.
     """
     require_cache(os.fspath(path))
-    lock = Lock(os.fspath(path), shared=False)
+    held = lock(os.fspath(path), shared=False)
     try:
         before, listing = describe(path), scan(os.fspath(path))
         sweep(listing)
@@ -81,5 +81,5 @@ def clear(path: str | Path) -> Description:
     except OSError as error:
         raise CacheError(f"{path} cannot be cleared: {error.strerror}") from error
     finally:
-        lock.release()
+        held.release()
     return before

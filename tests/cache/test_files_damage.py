@@ -21,7 +21,7 @@ from mm_encoder.cache import codec, directory
 from mm_encoder.cache.codec import FORMAT, HEAD_BYTES
 from mm_encoder.cache.directory import temporary_path
 from mm_encoder.cache.files import FileTier
-from mm_encoder.cache.ledger import LEDGER_BYTES, Ledger, Lock
+from mm_encoder.cache.ledger import LEDGER_BYTES, Ledger, lock
 from mm_encoder.cache.upkeep import clear, describe, verify
 from mm_encoder.errors import CacheError, CacheLockedError
 
@@ -431,10 +431,10 @@ def test_upkeep_of_a_missing_directory_raises(path: Path) -> None:
 
 
 def test_a_second_release_does_not_unlock_the_next_holder(path: Path) -> None:
-    lock = Lock(str(path), shared=False)
-    lock.release()
-    other = Lock(str(path), shared=False)
-    lock.release()
+    first = lock(str(path), shared=False)
+    first.release()
+    other = lock(str(path), shared=False)
+    first.release()
     with pytest.raises(CacheLockedError):
-        Lock(str(path), shared=False)
+        lock(str(path), shared=False)
     other.release()

@@ -238,6 +238,42 @@ def hits(tier: MemoryTier | Lru, names: Any) -> int:
     return found
 
 
+def test_hits_in_the_small_queue_count_no_further_in_the_main_queue() -> None:
+    """An entry that was hit often is promoted, and then evicted before others unless it is hit again."""
+    tier = MemoryTier(5 * ROW)
+    for name in "abcde":
+        tier.put(key(name), entry())
+        for _ in range(3 if name == "a" else 1):
+            tier.get(key(name))
+    tier.put(key("f"), entry())
+    assert tier.get(key("a")) is None
+    assert all(tier.get(key(name)) is not None for name in "bcdef")
+
+
+@pytest.mark.parametrize("place", ["_add", "_evict", "_add_ghost"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_put_leaves_a_tier_that_still_keeps_its_budget(
+    monkeypatch: pytest.MonkeyPatch, place: str, error: type[BaseException]
+) -> None:
+    tier = MemoryTier(5 * ROW)
+    for name in range(5):
+        tier.put(key(name), entry())
+    method = getattr(MemoryTier, place)
+
+    def interrupted(*arguments: Any) -> None:
+        method(*arguments)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryTier, place, interrupted)
+        with pytest.raises(error):
+            tier.put(key("x"), entry())
+    for name in range(20):
+        tier.put(key(name), entry())
+        assert tier.stats().bytes <= 5 * ROW
+    assert tier.stats()[:2] == (5, 5 * ROW)
+
+
 @pytest.mark.parametrize(("kind", "kept"), [(MemoryTier, 30), (Lru, 0)])
 def test_a_scan_does_not_evict_entries_that_were_hit(kind: type[MemoryTier] | type[Lru], kept: int) -> None:
     tier = kind(50 * ROW)

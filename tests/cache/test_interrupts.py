@@ -1,0 +1,149 @@
+"""An exception at any place of the cache, in any thread that runs it, leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mm_encoder import CacheConfig, Encoder, MMEncoderError
+from mm_encoder.coalescer import Coalescer
+
+from ..helpers.interrupts import AVAILABLE, Interrupts, Place, in_thread
+from ..helpers.threads import joined, library_threads
+from ..helpers.waiting import HANG, nothing_left, until
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="sys.monitoring came with Python 3.12")
+
+ALL = bool(os.environ.get("STRESS"))
+SAMPLE = 40
+"""Places per scenario, spread over all, unless STRESS is set."""
+PARTS = ("cached.py", "coalescer.py", "cache")
+IMAGES = [np.full((30, 30, 3), seed, np.uint8) for seed in range(3)]
+CALLER = "the caller"
+MIB = 1024**2
+
+
+def opened(checkpoint: Path, path: Path) -> Encoder:
+    config = CacheConfig(
+        memory_bytes=2500, max_entry_bytes=MIB, disk_path=path / "cache", disk_bytes=64 * MIB
+    )
+    return Encoder(checkpoint, device="cpu", cache=config, queue_depth=8, preprocess_workers=1)
+
+
+def far() -> float:
+    return time.monotonic() + 1e6
+
+
+def new(encoder: Encoder) -> None:
+    """Misses, one of which joins another; all are evicted from memory by and by."""
+    encoder.bump_weights()
+    futures = [encoder.submit(image, deadline=far()) for image in (*IMAGES, IMAGES[0])]
+    futures[1].cancel()
+    wait(futures, HANG)
+
+
+def known(encoder: Encoder) -> None:
+    """Hits in memory and on disk."""
+    encoder.generate(IMAGES)
+    encoder.generate(IMAGES, deadline=far())
+
+
+def on_a_loop(encoder: Encoder) -> None:
+    async def main() -> None:
+        await asyncio.gather(*(encoder.generate_async(image) for image in IMAGES * 2), return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def as_caller(work: Callable[[], object]) -> None:
+    """Do `work` in a thread of the caller's name; it may raise what a caller may see."""
+    raised: list[BaseException] = []
+
+    def noting() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=noting, name=CALLER, daemon=True)
+    thread.start()
+    joined([thread])
+    for error in raised:
+        assert isinstance(error, (KeyboardInterrupt, MemoryError, MMEncoderError, CancelledError)), error
+
+
+def places(interrupts: Interrupts, run: Callable[[], None]) -> list[tuple[Place, int]]:
+    """Return the places that `run` visits, each with its first and its last visit."""
+    with interrupts.recording() as visited:
+        run()
+    found = [(place, visit) for place, count in sorted(visited.items()) for visit in sorted({1, count})]
+    assert found
+    return found if ALL else found[:: -(-len(found) // SAMPLE)]
+
+
+def check_nothing_left(encoder: Encoder, place: Place, wanted: list[torch.Tensor]) -> None:
+    nothing_left(encoder)
+    assert isinstance(encoder._coalescer, Coalescer)
+    cache = encoder._coalescer.cache
+    until(lambda: len(cache._reads) == 0 and not cache._backlog)
+    assert cache._backlog_bytes == 0, place
+    for _ in range(2):
+        got = [encoder.submit(image).result(HANG).tensor for image in IMAGES]
+        assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True)), place
+    memory = cache._memory
+    held = [node.nbytes for node in memory._index.values()]
+    assert (len(memory._small) + len(memory._main), memory._bytes) == (len(held), sum(held)), place
+    assert memory._small_bytes == sum(node.nbytes for node in memory._small), place
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("scenario", [new, known, on_a_loop])
+def test_an_interrupted_caller_leaves_nothing_behind(
+    glm53_checkpoint: Path, tmp_path: Path, scenario: Callable[[Encoder], None], error: type[BaseException]
+) -> None:
+    interrupts = Interrupts(*PARTS, role=lambda: threading.current_thread().name == CALLER)
+    struck = 0
+    with opened(glm53_checkpoint, tmp_path) as encoder:
+        wanted = [result.tensor.clone() for result in encoder.generate(IMAGES)]
+        for place, visit in places(interrupts, lambda: as_caller(lambda: scenario(encoder))):
+            with interrupts.striking(place, visit, error):
+                as_caller(lambda: scenario(encoder))
+            struck += interrupts.struck
+            check_nothing_left(encoder, place, wanted)
+    assert struck > SAMPLE / 3
+    until(lambda: not library_threads())
+
+
+@pytest.mark.parametrize("error", [SystemExit, MemoryError])
+@pytest.mark.parametrize(
+    "role",
+    ["mm-encoder-cache", "mm-encoder-read", "mm-encoder-lookup", "mm-encoder-prep", "mm-encoder-replica"],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_interrupted_thread_of_the_library_leaves_nothing_behind(
+    glm53_checkpoint: Path, tmp_path: Path, role: str, error: type[BaseException]
+) -> None:
+    interrupts = Interrupts(*PARTS, role=in_thread(f"mm-encoder-{role}"))
+
+    def life(encoder: Encoder) -> None:
+        for scenario in (new, known, on_a_loop):
+            as_caller(lambda scenario=scenario: scenario(encoder))  # type: ignore[misc]
+
+    with opened(glm53_checkpoint, tmp_path) as encoder:
+        wanted = [result.tensor.clone() for result in encoder.generate(IMAGES)]
+        found = places(interrupts, lambda: life(encoder))
+    for place, visit in found:
+        with opened(glm53_checkpoint, tmp_path) as encoder:
+            with interrupts.striking(place, visit, error):
+                life(encoder)
+            check_nothing_left(encoder, place, wanted)
+        until(lambda: not library_threads())
