@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ..config import ImageOptions
 
-FORMAT = 1
+FORMAT = 2
 """Version of the keys and their meaning; changing it makes every older entry a miss."""
 
 
