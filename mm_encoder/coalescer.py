@@ -18,6 +18,7 @@ from typing import Any
 
 from .cache.entry import Entry
 from .cache.inflight import Flight, Flights
+from .cache.key import Keys
 from .cache.tiered import Cache
 from .config import CacheConfig, ImageOptions
 from .contract import CacheStats, ImageResult
@@ -26,6 +27,7 @@ from .engine.faults import Joined, copy_error
 from .engine.job import Job
 from .engine.promise import Promise
 from .errors import PlanMismatchError
+from .numerics import Settings
 from .pipeline import ImagePipeline
 from .settings import EncoderSettings
 
@@ -73,6 +75,12 @@ class JobFlight(Flight[Waiter]):
     options: ImageOptions | None
     consumer: Any
     """The stream that the job's rows are handed to."""
+    settings: Settings | None = None
+    """What the tower ran under; None until then, and if it was switched meanwhile."""
+
+    def note_settings(self, settings: Settings | None) -> None:
+        """Note what the tower ran under."""
+        self.settings = settings
 
 
 class LookUp(Enum):
@@ -93,15 +101,22 @@ class Coalescer:
 
     @classmethod
     def open(cls, config: CacheConfig, settings: EncoderSettings, pipeline: ImagePipeline) -> Coalescer:
-        """Open the cache. Reads the vision tensors. Raises CacheError."""
-        cache = Cache(config, partial(pipeline.cache_keys, settings.device))
+        """Open the cache. Raises CacheError."""
         transfers = open_transfers(settings.device, settings.handoff)
-        return cls(cache, transfers, config.results, settings.preprocess_workers)
+        keys = partial(pipeline.cache_keys, settings.device)
+        return cls(Cache(config), keys, transfers, config.results, settings.preprocess_workers)
 
-    def __init__(self, cache: Cache, transfers: Transfers, results: str, lookups: int) -> None:
+    def __init__(
+        self, cache: Cache, keys: Callable[[], Keys], transfers: Transfers, results: str, lookups: int
+    ) -> None:
         self.cache, self._transfers, self._results = cache, transfers, results
+        self._keys_of_loaded = keys
         self.lookups = ThreadPoolExecutor(lookups, "mm-encoder-lookup")
         self._flights: Flights[Waiter] = Flights()
+
+    def make_keys(self) -> None:
+        """Fix what keys cover, once the weights are loaded and before anything is looked up."""
+        self.keys = self._keys_of_loaded()
 
     def close(self) -> None:
         """Close the cache; all flights are closed by then."""
@@ -114,11 +129,11 @@ class Coalescer:
 
     def bump_weights(self) -> None:
         """Start a new epoch of keys: nothing stored so far is served any more."""
-        self.cache.keys.bump()
+        self.keys.bump()
 
     def find(self, waiter: Waiter, mm_hash: str, job: Job) -> LookUp:
         """Resolve `waiter` from the cache, or have it join the flight of the same key."""
-        key = self.cache.keys.key(mm_hash, job.options)
+        key = self.keys.key(mm_hash, job.options)
         entry = self.cache.get(key)
         if entry is not None:
             waiter.resolve(partial(self._result, entry, waiter))
@@ -142,7 +157,7 @@ class Coalescer:
         """
         flight = job.flight = JobFlight(waiter, job.abandon)
         job.caller_future = waiter.future
-        job.on_start = flight.mark_running
+        job.on_start, job.on_computed = flight.mark_running, flight.note_settings
         job.future.add_done_callback(partial(self._on_job_done, flight))
         self._attach(waiter, flight)
 
@@ -153,7 +168,7 @@ class Coalescer:
         ends a job whose waiters have joined another flight or have left.
         """
         flight: JobFlight = job.flight
-        key = self.cache.keys.key(job.mm_hash, job.options)
+        key = self.keys.key(job.mm_hash, job.options)
         while True:
             if self._flights.claim_key(key, flight):
                 if not flight.join():  # its last waiter left while the image was hashed
@@ -213,8 +228,9 @@ class Coalescer:
 
     def _store(self, flight: JobFlight, result: ImageResult) -> None:
         rows, metadata = result
-        if self.cache.keys.key(flight.mm_hash, flight.options) != flight.key:
-            return  # the weights were changed meanwhile
+        under = flight.settings
+        if under is None or self.keys.key(flight.mm_hash, flight.options, under) != flight.key:
+            return  # the host has changed the weights or a setting meanwhile
         if rows.device.type == "cpu":
             self.cache.put(flight.key, rows, metadata)
         else:
@@ -238,6 +254,9 @@ class NoCache:
     def stats(self) -> CacheStats:
         """Return zeros."""
         return CacheStats()
+
+    def make_keys(self) -> None:
+        """Do nothing."""
 
     def bump_weights(self) -> None:
         """Do nothing."""

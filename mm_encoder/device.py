@@ -6,7 +6,6 @@ documentation and has not run on a GPU yet: it is unverified.
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -256,28 +255,6 @@ def open_lane(device: torch.device, priority: int) -> Lane:
 def consumer_stream(device: torch.device) -> Any:
     """Return the calling thread's current stream on `device`; None on the CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def describe(device: torch.device) -> dict[str, str]:
-    """Return the fixed properties of the device and of Torch that may change the bits of a result."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        kind = {"device": properties.name, "capability": f"{properties.major}.{properties.minor}"}
-    else:
-        kind = {"device": f"cpu {platform.machine()}", "capability": torch.backends.cpu.get_cpu_capability()}
-    return {**kind, "torch": str(torch.__version__), "cuda": str(torch.version.cuda or "none")}
-
-
-def settings(device: torch.device) -> dict[str, str]:
-    """Return Torch's settings, as the host has them now, that may change the bits of a result."""
-    # Not torch.get_float32_matmul_precision(), which raises once the host has set one of these instead.
-    if device.type == "cpu":
-        return {"matmul precision": torch.backends.mkldnn.matmul.fp32_precision}  # type: ignore[attr-defined]
-    matmul = torch.backends.cuda.matmul
-    return {
-        "matmul precision": matmul.fp32_precision,
-        "bf16 reductions": str(matmul.allow_bf16_reduced_precision_reduction),
-    }
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

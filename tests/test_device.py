@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +23,9 @@ from mm_encoder.device import (
     CudaTransfers,
     consumer_stream,
     default_dtype,
-    describe,
     open_lane,
     open_transfers,
     parse_device,
-    settings,
 )
 
 from .helpers.handoff import (
@@ -89,29 +86,6 @@ def test_cpu_transfers_return_the_same_rows(handoff: str) -> None:
     result = result_of(torch.zeros(2, 3))
     assert transfers.download(result.tensor, None) is result.tensor
     assert transfers.upload(result, None) is result
-
-
-def test_everything_that_may_change_the_bits_of_a_result_is_described(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cpu = torch.device("cpu")
-    on_gpu, on_cpu = describe(GPU), describe(cpu)
-    assert (on_gpu["device"], on_gpu["capability"]) == ("NVIDIA H200", "9.0")
-    assert on_gpu["torch"] == on_cpu["torch"] == torch.__version__
-    # Once it is set this way, torch.get_float32_matmul_precision() raises.
-    mkldnn: Any = torch.backends.mkldnn
-    for device, matmul in ((GPU, torch.backends.cuda.matmul), (cpu, mkldnn.matmul)):
-        before = matmul.fp32_precision
-        try:
-            for precision in ("ieee", "tf32"):
-                matmul.fp32_precision = precision
-                assert settings(device)["matmul precision"] == precision
-        finally:
-            matmul.fp32_precision = before
-    for description in (on_gpu, on_cpu, settings(GPU), settings(cpu)):
-        assert all(type(value) is str for value in description.values())
 
 
 # --- the model ---------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import torch
 from ..config import CacheConfig
 from ..contract import CacheStats, ImageMetadata
 from .entry import DiskStats, DiskTier, Entry
-from .key import Keys
 from .memory import MemoryTier, live_cpu_bytes_process
 
 logger = logging.getLogger("mm_encoder")
@@ -39,21 +38,14 @@ class _PendingWrite(NamedTuple):
 class Cache:
     """Memory tier, optional disk tier and writer thread. Thread-safe.
 
-    `keys` is called after the directory is open, as it reads all the weights. Raises CacheError if the cache
-    cannot be opened.
+    Raises CacheError if it cannot be opened.
     """
 
-    def __init__(self, config: CacheConfig, keys: Callable[[], Keys]) -> None:
+    def __init__(self, config: CacheConfig) -> None:
         self._max_entry_bytes = config.max_entry_bytes
         self._max_backlog_bytes = max(_MAX_BACKLOG_BYTES, config.max_entry_bytes)
         self._memory = MemoryTier(config.memory_bytes)
         self._disk = _open_disk(config)
-        try:
-            self.keys = keys()
-        except BaseException:
-            if self._disk is not None:
-                self._disk.close()
-            raise
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._disk_reads: dict[bytes, Future[Entry | None]] = {}

@@ -14,6 +14,7 @@ from ..config import ImageOptions
 from ..contract import ImageResult, Patches, Plan
 from ..errors import ReplicaError
 from ..media.source import ImageInput, Source
+from ..numerics import Settings
 from .faults import as_ours
 from .promise import Promise
 
@@ -60,6 +61,8 @@ class Job(Promise):
     mm_hash: str = ""
     on_start: Callable[[], None] = lambda: None
     """Called once a replica has taken the job."""
+    on_computed: Callable[[Settings | None], None] = lambda settings: None
+    """Called with the settings that the tower ran under; None if they were switched meanwhile."""
     flight: Any = None
     """Its waiters, where there is a cache (see coalescer.py)."""
     caller_future: Future[ImageResult] | None = None
