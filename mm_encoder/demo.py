@@ -17,6 +17,8 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
+from .config import expand_home
+
 # Version of the folders' content. Raise it with every change to them: older folders are then rebuilt.
 _RECIPE = 1
 # Written last into each folder that is built. Only folders that contain it are ever replaced.
@@ -45,10 +47,14 @@ _PATCH, _FRAMES, _MERGE, _CHANNELS = 14, 2, 2, 3
 
 
 def default_folder() -> Path:
-    """Return `mm-encoder/demo` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache)."""
+    """Return `mm-encoder/demo` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache).
+
+    Raises ValueError if neither is known.
+    """
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore relative paths.
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "mm-encoder" / "demo"
+    base = Path(cache) if os.path.isabs(cache) else expand_home("the demo's folder", "~/.cache")
+    return base / "mm-encoder" / "demo"
 
 
 def prepare(folder: Path) -> tuple[Path, list[Path]]:

@@ -8,12 +8,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..config import CacheConfig
+from ..config import CacheConfig, expand_home
 from ..contract import CacheStats, ImageMetadata
 from .entry import DiskStats, DiskTier, Entry
 from .memory import MemoryTier, live_cpu_bytes_process
@@ -216,7 +215,7 @@ def _as_cached(metadata: ImageMetadata) -> ImageMetadata:
 def _open_disk(config: CacheConfig) -> DiskTier | None:
     if config.disk_path is None:
         return None
-    path = Path(config.disk_path).expanduser()
+    path = expand_home("disk_path", config.disk_path)
     if config.disk_backend == "foyer":
         from .foyer import FoyerTier  # needs an extra
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..config import expand_home
 from ..errors import CheckpointError
 from ..runtime import usable_cpus
 
@@ -27,12 +28,14 @@ _LISTED = 8  # names of each kind that an error lists
 
 
 class Checkpoint:
-    """A directory with config.json, processor files and safetensors. Raises CheckpointError."""
+    """A directory with config.json, processor files and safetensors; `~` is the home directory. Raises
+    CheckpointError.
+    """
 
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"the checkpoint must be a path, got {type(path).__name__}")
-        self.path = Path(path)
+        self.path = expand_home("checkpoint", path)
         if not self.path.is_dir():
             raise CheckpointError(f"the checkpoint must be a directory, got {str(path)!r}")
         config = self.read_json("config.json")
