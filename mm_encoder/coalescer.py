@@ -77,10 +77,12 @@ class JobFlight(Flight[Waiter]):
     """The stream that the job's rows are handed to."""
     settings: Settings | None = None
     """What the tower ran under; None until then, and if it was switched meanwhile."""
+    done: Any = None
+    """The event at which the job's rows are complete; None if they are."""
 
-    def note_settings(self, settings: Settings | None) -> None:
-        """Note what the tower ran under."""
-        self.settings = settings
+    def note_run(self, settings: Settings | None, done: Any) -> None:
+        """Note how the tower ran."""
+        self.settings, self.done = settings, done
 
 
 class LookUp(Enum):
@@ -157,7 +159,7 @@ class Coalescer:
         """
         flight = job.flight = JobFlight(waiter, job.abandon)
         job.caller_future = waiter.future
-        job.on_start, job.on_computed = flight.mark_running, flight.note_settings
+        job.on_start, job.on_computed = flight.mark_running, flight.note_run
         job.future.add_done_callback(partial(self._on_job_done, flight))
         self._attach(waiter, flight)
 
@@ -222,8 +224,8 @@ class Coalescer:
             waiter.resolve(partial(self._for_consumer, result, flight, waiter))
 
     def _for_consumer(self, result: ImageResult, flight: JobFlight, waiter: Waiter) -> ImageResult:
-        if result.tensor.device.type != "cpu":
-            self._transfers.share(result.tensor, flight.consumer, waiter.consumer)
+        if result.tensor.device.type != "cpu" and waiter.consumer != flight.consumer:
+            self._transfers.share(result.tensor, flight.done, waiter.consumer)
         return result
 
     def _store(self, flight: JobFlight, result: ImageResult) -> None:
@@ -234,7 +236,7 @@ class Coalescer:
         if rows.device.type == "cpu":
             self.cache.put(flight.key, rows, metadata)
         else:
-            download = partial(self._transfers.download, rows, self._transfers.mark(flight.consumer))
+            download = partial(self._transfers.download, rows, flight.done)
             self.cache.put_behind(flight.key, download, metadata, rows.nbytes)
 
     def _result(self, entry: Entry, waiter: Waiter) -> ImageResult:

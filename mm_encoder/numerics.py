@@ -10,16 +10,16 @@ import ctypes
 import hashlib
 import os
 import platform
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch.backends import cuda, mkldnn
+
+from .runtime import loaded_libraries
 
 Settings: TypeAlias = tuple[tuple[str, str], ...]
 """Pairs of a setting's name and its value, in a fixed order."""
@@ -70,11 +70,11 @@ def describe(device: torch.device) -> dict[str, str]:
 def _cublas_version() -> str:
     """Return the versions of the cuBLAS libraries in this process; Torch may have been built for others."""
     versions = []
-    with suppress(OSError, ValueError, AttributeError):
-        loaded = set(re.findall(r"/\S*/libcublas(?:Lt)?\.so[.\d]*", Path("/proc/self/maps").read_text()))
-        for path in sorted(loaded, key=os.path.basename):
+    with suppress(OSError, AttributeError):
+        for path in loaded_libraries("cublas(?:Lt)?"):
             library, numbers = ctypes.CDLL(path), (ctypes.c_int * 3)()
-            get = library.cublasLtGetProperty if "Lt" in path else library.cublasGetProperty
+            lt = "libcublasLt" in path
+            get = library.cublasLtGetProperty if lt else library.cublasGetProperty
             for part in range(3):
                 get(part, ctypes.byref(numbers, part * ctypes.sizeof(ctypes.c_int)))
             versions.append(".".join(map(str, numbers)))

@@ -61,8 +61,10 @@ class Job(Promise):
     mm_hash: str = ""
     on_start: Callable[[], None] = lambda: None
     """Called once a replica has taken the job."""
-    on_computed: Callable[[Settings | None], None] = lambda settings: None
-    """Called with the settings that the tower ran under; None if they were switched meanwhile."""
+    on_computed: Callable[[Settings | None, Any], None] = lambda settings, done: None
+    """Called with the settings that the tower ran under, None if they were switched meanwhile; and with the
+    event at which the rows are complete, None if they are.
+    """
     flight: Any = None
     """Its waiters, where there is a cache (see coalescer.py)."""
     caller_future: Future[ImageResult] | None = None

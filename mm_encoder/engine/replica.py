@@ -67,19 +67,20 @@ class Replica(Worker):
         plan = patches.plan
         with self._watch.run():
             rows = own_storage(tower(lane.upload(patches.data), [plan.grid_thw]))
-        job.on_computed(self._watch.settings)
         if rows.shape[0] != plan.rows:
             raise ReplicaError(
                 f"the tower gave {rows.shape[0]} rows, the plan has {plan.rows}; this is a bug"
             )
+        done = None
         if self._settings.results_on_cpu:
             rows = lane.download(rows)
         else:
             if self._settings.handoff == "host":
                 lane.wait()
             else:
-                lane.make_consumer_wait(job.consumer)
+                done = lane.make_consumer_wait(job.consumer)
             lane.record_stream(rows, job.consumer)
+        job.on_computed(self._watch.settings, done)
         job.stage_done("tower")
         metadata = ImageMetadata(
             model=self._model,
