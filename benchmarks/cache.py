@@ -71,7 +71,9 @@ def preload(encoder: Encoder, nbytes: int) -> bytes:
     """Return a source whose result is in memory. A hit is never decoded, so it need not be an image."""
     assert isinstance(encoder._coalescer, Coalescer)
     data, cache = random.Random(nbytes).randbytes(nbytes), encoder._coalescer.cache
-    cache.put(cache.keys.key(encoded_hash(encoder.model, data), None), torch.zeros(256, 512), METADATA)
+    cache.put(
+        encoder._coalescer.keys.key(encoded_hash(encoder.model, data), None), torch.zeros(256, 512), METADATA
+    )
     return data
 
 

@@ -139,7 +139,7 @@ def read(library: Path) -> Mapping[str, object] | None:
     path = library.with_name(NAME)
     try:
         found = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the latter in a zip on sys.path
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise RuntimeMismatchError(

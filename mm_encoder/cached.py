@@ -120,7 +120,7 @@ class CachedEngine:
         """Hash the image and look into memory; return what was found, and the key."""
         try:
             mm_hash = self._pipeline.content_hash(job)
-            key = self._coalescer.cache.keys.key(mm_hash, job.options)
+            key = self._coalescer.keys.key(mm_hash, job.options)
             found = self._coalescer.find(waiter, key)
         except Exception as error:
             waiter.fail_if_pending(error)

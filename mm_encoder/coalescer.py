@@ -18,6 +18,7 @@ from typing import Any
 from .cache.daemons import DaemonPool
 from .cache.entry import Entry
 from .cache.inflight import Flight, Flights
+from .cache.key import Keys
 from .cache.tiered import Cache
 from .config import CacheConfig, ImageOptions
 from .contract import CacheStats, ImageResult
@@ -26,6 +27,7 @@ from .engine.faults import Joined, copy_error
 from .engine.job import Job
 from .engine.promise import Promise
 from .errors import PlanMismatchError
+from .numerics import Settings
 from .pipeline import ImagePipeline
 from .settings import EncoderSettings
 
@@ -80,6 +82,14 @@ class JobFlight(Flight[Waiter]):
     options: ImageOptions | None
     consumer: Any
     """The stream that the job's rows are handed to."""
+    settings: Settings | None = None
+    """What the tower ran under; None until then, and if it was switched meanwhile."""
+    done: Any = None
+    """The event at which the job's rows are complete; None if they are."""
+
+    def note_run(self, settings: Settings | None, done: Any) -> None:
+        """Note how the tower ran."""
+        self.settings, self.done = settings, done
 
 
 class LookUp(Enum):
@@ -101,17 +111,24 @@ class Coalescer:
 
     @classmethod
     def open(cls, config: CacheConfig, settings: EncoderSettings, pipeline: ImagePipeline) -> Coalescer:
-        """Open the cache. Reads the vision tensors. Raises CacheError."""
+        """Open the cache. Raises CacheError."""
         transfers = open_transfers(settings.device, settings.handoff)  # first: its failure leaves no lock
-        cache = Cache(config, partial(pipeline.cache_keys, settings.device))
-        return cls(cache, transfers, config.results, settings.preprocess_workers)
+        keys = partial(pipeline.cache_keys, settings.device)
+        return cls(Cache(config), keys, transfers, config.results, settings.preprocess_workers)
 
-    def __init__(self, cache: Cache, transfers: Transfers, results: str, lookups: int) -> None:
+    def __init__(
+        self, cache: Cache, keys: Callable[[], Keys], transfers: Transfers, results: str, lookups: int
+    ) -> None:
         self.cache, self._transfers, self._results = cache, transfers, results
+        self._keys_of_loaded = keys
         # Images that are read from a file or by Pillow may stall: they have threads of their own.
         self.lookups = DaemonPool(lookups, "mm-encoder-lookup")
         self.file_lookups = DaemonPool(_MAX_FILE_LOOKUPS, "mm-encoder-lookup-file")
         self._flights: Flights[Waiter] = Flights()
+
+    def make_keys(self) -> None:
+        """Fix what keys cover, once the weights are loaded and before anything is looked up."""
+        self.keys = self._keys_of_loaded()
 
     def close(self) -> None:
         """Close the cache; all flights are closed by then."""
@@ -125,7 +142,7 @@ class Coalescer:
 
     def bump_weights(self) -> None:
         """Start a new epoch of keys: nothing stored so far is served any more."""
-        self.cache.keys.bump()
+        self.keys.bump()
 
     def find(self, waiter: Waiter, key: bytes) -> LookUp:
         """Resolve `waiter` from memory or, if no disk tier may have the entry, join the flight of its key."""
@@ -160,7 +177,7 @@ class Coalescer:
         """
         flight = job.flight = JobFlight(waiter, job.abandon)
         job.caller_future = waiter.future
-        job.on_start = flight.mark_running
+        job.on_start, job.on_computed = flight.mark_running, flight.note_run
         job.future.add_done_callback(partial(self._on_job_done, flight))
         self._attach(waiter, flight)
 
@@ -171,7 +188,7 @@ class Coalescer:
         ends a job whose waiters have joined another flight or have left.
         """
         flight: JobFlight = job.flight
-        key = self.cache.keys.key(job.mm_hash, job.options)
+        key = self.keys.key(job.mm_hash, job.options)
         while True:
             if self._flights.claim_key(key, flight):
                 if not flight.is_open:  # its last waiter left while the image was hashed
@@ -242,18 +259,19 @@ class Coalescer:
         self._land(flight, lambda waiter: waiter.resolve(partial(self._for_consumer, result, flight, waiter)))
 
     def _for_consumer(self, result: ImageResult, flight: JobFlight, waiter: Waiter) -> ImageResult:
-        if result.tensor.device.type != "cpu":
-            self._transfers.share(result.tensor, flight.consumer, waiter.consumer)
+        if result.tensor.device.type != "cpu" and waiter.consumer != flight.consumer:
+            self._transfers.share(result.tensor, flight.done, waiter.consumer)
         return result
 
     def _store(self, flight: JobFlight, result: ImageResult) -> None:
         rows, metadata = result
-        if self.cache.keys.key(flight.mm_hash, flight.options) != flight.key:
-            return  # the weights were changed meanwhile
+        under = flight.settings
+        if under is None or self.keys.key(flight.mm_hash, flight.options, under) != flight.key:
+            return  # the host has changed the weights or a setting meanwhile
         if rows.device.type == "cpu":
             self.cache.put(flight.key, rows, metadata)
         else:
-            download = partial(self._transfers.download, rows, self._transfers.mark(flight.consumer))
+            download = partial(self._transfers.download, rows, flight.done)
             self.cache.put_behind(flight.key, download, metadata, rows.nbytes)
 
     def _result(self, entry: Entry, waiter: Waiter) -> ImageResult:
@@ -273,6 +291,9 @@ class NoCache:
     def stats(self) -> CacheStats:
         """Return zeros."""
         return CacheStats()
+
+    def make_keys(self) -> None:
+        """Do nothing."""
 
     def bump_weights(self) -> None:
         """Do nothing."""

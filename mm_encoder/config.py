@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,19 @@ def model_name(model: str | None, default: str) -> str:
     if model is not None and not isinstance(model, str):
         raise TypeError(f"model must be a str or None, got {type(model).__name__}")
     return default if model is None else model
+
+
+def expand_home(name: str, path: str | Path) -> Path:
+    """Return `path` with a leading `~` or `~user` replaced by that home directory, as a shell does. Raises
+    ValueError if it is not known: a folder named `~` must never be made.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: the home directory in {os.fspath(path)!r} is not known (is HOME set?); write the path "
+            "in full, or with ./ in front if it is a name"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

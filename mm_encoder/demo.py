@@ -18,6 +18,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
+from .config import expand_home
 from .families.glm53 import NAMES, GlmTower, ProcessorConfig, VisionConfig
 from .families.trunk import rename
 
@@ -34,10 +35,14 @@ _SMALL = VisionConfig(4, 256, 4, 1024, out_hidden_size=512, projection_intermedi
 
 
 def default_folder() -> Path:
-    """Return `mm-encoder/demo` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache)."""
+    """Return `mm-encoder/demo` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache).
+
+    Raises ValueError if neither is known.
+    """
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore relative paths.
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "mm-encoder" / "demo"
+    base = Path(cache) if os.path.isabs(cache) else expand_home("the demo's folder", "~/.cache")
+    return base / "mm-encoder" / "demo"
 
 
 def prepare(folder: Path) -> tuple[Path, list[Path]]:

@@ -6,17 +6,19 @@ documentation and has not run on a GPU yet: it is unverified.
 
 from __future__ import annotations
 
-import platform
+import ctypes
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 
 from .contract import ImageResult
 from .errors import DeviceOutOfMemoryError
+from .runtime import loaded_libraries
 
 
 def parse_device(device: str | torch.device) -> torch.device:
@@ -54,8 +56,11 @@ class Lane(Protocol):
     def wait(self) -> None:
         """Wait until everything enqueued on this lane so far is done, and for nothing else."""
 
-    def make_consumer_wait(self, consumer: Any) -> None:
-        """Make the stream `consumer`, and not the host, wait for everything enqueued on this lane so far."""
+    def make_consumer_wait(self, consumer: Any) -> Any:
+        """Make the stream `consumer`, and not the host, wait for everything enqueued on this lane so far.
+
+        Return the event that it waits for, which is of this job alone.
+        """
 
     def drain(self) -> bool:
         """Wait until nothing of a failed job runs any more, so that it cannot fail the next one. False if the
@@ -86,8 +91,8 @@ class CpuLane:
     def wait(self) -> None:
         pass
 
-    def make_consumer_wait(self, consumer: Any) -> None:
-        pass
+    def make_consumer_wait(self, consumer: Any) -> Any:
+        return None
 
     def drain(self) -> bool:
         return True
@@ -111,8 +116,8 @@ class CudaLane:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        # Device and stream are current per thread, so the host's other threads see nothing of this.
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        # All three are of this thread, so the host's other threads see nothing of this.
+        with relaxed_captures(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
@@ -139,9 +144,11 @@ class CudaLane:
         self._done.record(self._stream)
         self._done.synchronize()
 
-    def make_consumer_wait(self, consumer: Any) -> None:
-        self._done.record(self._stream)
-        consumer.wait_event(self._done)
+    def make_consumer_wait(self, consumer: Any) -> Any:
+        done = torch.cuda.Event(blocking=True)  # others may wait for it long after the lane's next job
+        done.record(self._stream)
+        consumer.wait_event(done)
+        return done
 
     def drain(self) -> bool:
         # An error of one job's work is reported once. One that spoilt the context (an illegal address, a
@@ -163,16 +170,13 @@ class CudaLane:
 class Transfers(Protocol):
     """Copies rows between the device and a cache on the CPU, beside the lanes; from any thread."""
 
-    def mark(self, consumer: Any) -> Any:
-        """Return an event, for `download`, on the stream `consumer`: from then on the result that was just
-        handed to it is complete.
+    def download(self, rows: torch.Tensor, done: Any) -> torch.Tensor:
+        """Wait for a result's rows and return them on the CPU, alone in their storage. `done` is the job's
+        event; None if the host has waited for the rows.
         """
 
-    def download(self, rows: torch.Tensor, since: Any) -> torch.Tensor:
-        """Wait for a result's rows and return them on the CPU, alone in their storage."""
-
-    def share(self, rows: torch.Tensor, first: Any, consumer: Any) -> None:
-        """Hand rows that were handed to the stream `first` to `consumer` as well."""
+    def share(self, rows: torch.Tensor, done: Any, consumer: Any) -> None:
+        """Hand rows to another stream, `consumer`, as well; `done` as for `download`."""
 
     def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
         """Return the result on the device, handed to the stream `consumer` as an encoder's results are."""
@@ -181,13 +185,10 @@ class Transfers(Protocol):
 class CpuTransfers:
     """The CPU: nothing is copied."""
 
-    def mark(self, consumer: Any) -> Any:
-        return None
-
-    def download(self, rows: torch.Tensor, since: Any) -> torch.Tensor:
+    def download(self, rows: torch.Tensor, done: Any) -> torch.Tensor:
         return rows
 
-    def share(self, rows: torch.Tensor, first: Any, consumer: Any) -> None:
+    def share(self, rows: torch.Tensor, done: Any, consumer: Any) -> None:
         pass
 
     def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
@@ -199,49 +200,83 @@ class CudaTransfers:
 
     def __init__(self, device: torch.device, handoff: str) -> None:
         self._device, self._handoff = device, handoff
-        # Two: a download may wait for a consumer's stream, and no other caller's hit should wait with it.
+        # Two: a download may wait for a job that still runs, and no other caller's hit should wait with it.
         self._down, self._up = (torch.cuda.Stream(device=device) for _ in range(2))
 
-    def mark(self, consumer: Any) -> Any:
-        # The rows are complete on the consumer's stream, and maybe nowhere else yet. Where the host has
-        # waited for them the consumer is left alone: it may be busy for long, or be captured.
-        if self._handoff == "host":
-            return None
-        consumer.record_event(there := torch.cuda.Event(blocking=True))
-        return there
-
-    def share(self, rows: torch.Tensor, first: Any, consumer: Any) -> None:
-        if self._handoff == "stream" and consumer != first:
-            consumer.wait_event(self.mark(first))
+    def share(self, rows: torch.Tensor, done: Any, consumer: Any) -> None:
+        # Not for the stream that had the rows first: its caller may have enqueued other work meanwhile.
+        if done is not None:
+            consumer.wait_event(done)
         rows.record_stream(consumer)
 
-    def download(self, rows: torch.Tensor, since: Any) -> torch.Tensor:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._down):
-            if since is not None:
-                self._down.wait_event(since)
-            host = _pinned_like(rows)
-            host.copy_(rows, non_blocking=True)
-            self._down.record_event(done := torch.cuda.Event(blocking=True))
-        # No record_stream: `rows` lives here until it has been read.
-        done.synchronize()
+    def download(self, rows: torch.Tensor, done: Any) -> torch.Tensor:
+        with relaxed_captures():
+            with torch.cuda.device(self._device), torch.cuda.stream(self._down):
+                if done is not None:
+                    self._down.wait_event(done)
+                host = _pinned_like(rows)
+                host.copy_(rows, non_blocking=True)
+                self._down.record_event(copied := torch.cuda.Event(blocking=True))
+            # No record_stream: `rows` lives here until it has been read.
+            copied.synchronize()
         return host
 
     def upload(self, result: ImageResult, consumer: Any) -> ImageResult:
         # Rows are ordinary tensors whatever mode the caller is in.
-        with torch.inference_mode(False), torch.cuda.device(self._device), torch.cuda.stream(self._up):
-            rows = result.tensor.to(self._device, non_blocking=True)
-            self._up.record_event(done := torch.cuda.Event(blocking=True))
-        if self._handoff == "host":
-            done.synchronize()
-        else:
-            consumer.wait_event(done)
-        rows.record_stream(consumer)
+        with relaxed_captures(), torch.inference_mode(False):
+            with torch.cuda.device(self._device), torch.cuda.stream(self._up):
+                rows = result.tensor.to(self._device, non_blocking=True)
+                self._up.record_event(done := torch.cuda.Event(blocking=True))
+            if self._handoff == "host":
+                done.synchronize()
+            else:
+                consumer.wait_event(done)
+            rows.record_stream(consumer)
         return ImageResult(rows, replace(result.metadata, device=str(rows.device)))
 
 
 def open_transfers(device: torch.device, handoff: str) -> Transfers:
     """Return the copier of cached rows to and from `device`."""
     return CudaTransfers(device, handoff) if device.type == "cuda" else CpuTransfers()
+
+
+@contextmanager
+def relaxed_captures() -> Iterator[None]:
+    """Let the calling thread wait and allocate while another thread captures a CUDA graph.
+
+    In CUDA's and Torch's default mode ("global") such a call of any thread whose own mode is not relaxed
+    invalidates the capture. The mode is the thread's own, and is given back afterwards.
+    """
+    before = exchange_capture_mode(_RELAXED)
+    try:
+        yield
+    finally:
+        exchange_capture_mode(before)
+
+
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Set the calling thread's stream capture mode, and return the one it had."""
+    value = ctypes.c_int(mode)
+    exchange = _exchange_function()
+    if exchange is not None:
+        exchange(ctypes.byref(value))  # an error leaves all as it was
+    return value.value
+
+
+@cache
+def _exchange_function() -> Any:
+    """Return cudaThreadExchangeStreamCaptureMode of the runtime that Torch has loaded, else the driver's.
+
+    Torch has no name for it in Python.
+    """
+    with suppress(OSError, AttributeError, IndexError):
+        return ctypes.CDLL(loaded_libraries("cudart")[0]).cudaThreadExchangeStreamCaptureMode
+    with suppress(OSError, AttributeError):
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    return None
 
 
 def _pinned_like(rows: torch.Tensor) -> torch.Tensor:
@@ -256,28 +291,6 @@ def open_lane(device: torch.device, priority: int) -> Lane:
 def consumer_stream(device: torch.device) -> Any:
     """Return the calling thread's current stream on `device`; None on the CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def describe(device: torch.device) -> dict[str, str]:
-    """Return the fixed properties of the device and of Torch that may change the bits of a result."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        kind = {"device": properties.name, "capability": f"{properties.major}.{properties.minor}"}
-    else:
-        kind = {"device": f"cpu {platform.machine()}", "capability": torch.backends.cpu.get_cpu_capability()}
-    return {**kind, "torch": str(torch.__version__), "cuda": str(torch.version.cuda or "none")}
-
-
-def settings(device: torch.device) -> dict[str, str]:
-    """Return Torch's settings, as the host has them now, that may change the bits of a result."""
-    # Not torch.get_float32_matmul_precision(), which raises once the host has set one of these instead.
-    if device.type == "cpu":
-        return {"matmul precision": torch.backends.mkldnn.matmul.fp32_precision}  # type: ignore[attr-defined]
-    matmul = torch.backends.cuda.matmul
-    return {
-        "matmul precision": matmul.fp32_precision,
-        "bf16 reductions": str(matmul.allow_bf16_reduced_precision_reduction),
-    }
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

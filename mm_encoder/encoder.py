@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -101,11 +102,16 @@ class Encoder:
         self.model, self.family = model_name(model, opened.name), rules.name
         self.replicas_per_gpu = replicas_per_gpu
         pipeline = ImagePipeline(rules, settings.limits, self.model, self.dtype)
-        self._coalescer = Coalescer.open(cache, settings, pipeline) if cache else NoCache()
-        self._engine = Engine(pipeline, self._coalescer, settings)  # loads every replica
-        self._admission = admission_of(self._engine, self._coalescer, pipeline)
-        self.stream_priority = self._engine.stream_priority
-        self._log_ready()
+        with ExitStack() as undo:  # if a step fails, those before it
+            self._coalescer = Coalescer.open(cache, settings, pipeline) if cache else NoCache()
+            undo.callback(self._coalescer.close)
+            self._engine = Engine(pipeline, self._coalescer, settings)  # loads every replica
+            undo.callback(self._engine.close, drain=False)
+            self._coalescer.make_keys()  # of the weights that were loaded
+            self._admission = admission_of(self._engine, self._coalescer, pipeline)
+            self.stream_priority = self._engine.stream_priority
+            self._log_ready()
+            undo.pop_all()
 
     def generate(
         self,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from .cache.key import Keys
 from .config import MediaLimits
-from .device import Lane, describe, settings
+from .device import Lane
 from .engine.job import Job
 from .engine.protocols import TowerFunction
 from .errors import PlanMismatchError
 from .families.family import Family
 from .media.header import check_source_bytes
 from .media.source import encoded_hash
+from .numerics import describe, settings_reader
 from .runtime import versions
 
 
@@ -74,11 +74,13 @@ class ImagePipeline:
         return tower
 
     def cache_keys(self, device: torch.device) -> Keys:
-        """Return the maker of cache keys for results on `device`. Reads the vision tensors."""
-        return Keys(self.identity(device), partial(settings, device))
+        """Return the maker of cache keys for results on `device`: once a tower is built, of its very weights.
+        Before, it reads the vision tensors.
+        """
+        return Keys(self.identity(device), settings_reader(device))
 
     def identity(self, device: torch.device) -> dict[str, str]:
-        """Return, by name, everything besides the image that results depend on. Reads the vision tensors."""
+        """Return, by name, everything besides the image that results depend on; see `cache_keys`."""
         family, checkpoint = self.family, self.family.checkpoint
         return {
             "family": family.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -50,6 +51,15 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return []  # another kind of system, or not readable
+
+
+def loaded_libraries(name: str) -> list[str]:
+    """Return the paths of the shared libraries `lib<name>.so*` in this process, sorted."""
+    try:
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return []  # another kind of system
+    return sorted(set(re.findall(rf"/.*/lib{name}\.so[.\d]*", mapped)))
 
 
 def identity() -> Mapping[str, str]:

@@ -40,6 +40,7 @@ from mm_encoder import (
 from mm_encoder.cache.inflight import Flight
 from mm_encoder.cache.memory import live_cpu_bytes_process
 from mm_encoder.coalescer import Coalescer, LookUp, Waiter
+from mm_encoder.device import CpuLane
 from mm_encoder.engine.deadlines import Deadlines
 from mm_encoder.families.glm53 import Glm53, GlmTower
 from mm_encoder.media.source import Source
@@ -230,6 +231,72 @@ def test_changed_weights_miss(make: Make, work: Work, tmp_path: Path, glm53_chec
     for encoder in (make(other, model="checkpoint", disk_path=tmp_path / "b", disk_bytes=64 * MIB),):
         assert encoder.generate(png())[0].metadata.cache == "miss"
     assert work.run == 2
+
+
+SWITCHES: dict[str, tuple[Callable[[Any], object], Any, Any]] = {
+    "attention": (torch.backends.cuda.enable_flash_sdp, False, True),
+    "oneDNN": (torch._C._set_mkldnn_enabled, False, True),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_hit_has_the_bits_that_the_hosts_settings_give_now(
+    make: Make, glm53_checkpoint: Path, switch: str, dtype: torch.dtype
+) -> None:
+    change, value, usual = SWITCHES[switch]
+    image = png(width=300, height=200)
+    with Encoder(glm53_checkpoint, device="cpu", dtype=dtype) as plain:
+        cached = make(dtype=dtype)
+        first = cached.generate(image)[0]
+        try:
+            change(value)
+            now, answer = plain.generate(image)[0], cached.generate(image)[0]
+        finally:
+            change(usual)
+        again = cached.generate(image)[0]
+    assert not torch.equal(first.tensor, now.tensor)  # the control: it does change the bits
+    assert torch.equal(answer.tensor, now.tensor)
+    assert (answer.metadata.cache, again.metadata.cache) == ("miss", "memory")
+    assert again.tensor is first.tensor
+
+
+@pytest.mark.parametrize("until_when", ["in the run", "after the run", "for good"])
+def test_rows_made_under_another_setting_than_asked_for_are_returned_and_not_kept(
+    make: Make, monkeypatch: pytest.MonkeyPatch, encoder: Encoder, until_when: str
+) -> None:
+    """A host switches a setting around work of its own, which another thread runs at any time."""
+    forward, upload = GlmTower.forward, CpuLane.upload
+    flash = torch.backends.cuda.enable_flash_sdp
+    image = png(width=300, height=200)
+    right = encoder.generate(image)[0].tensor
+
+    def switched_in_the_run(self: GlmTower, *arguments: Any) -> torch.Tensor:
+        flash(False)
+        rows = forward(self, *arguments)
+        if until_when == "in the run":
+            flash(True)
+        return rows
+
+    def switched_before(self: CpuLane, host: torch.Tensor) -> torch.Tensor:
+        flash(False)
+        return upload(self, host)
+
+    cached = make()
+    try:
+        with monkeypatch.context() as patch:
+            if until_when != "for good":
+                patch.setattr(GlmTower, "forward", switched_in_the_run)
+            else:
+                patch.setattr(CpuLane, "upload", switched_before)
+            other = cached.generate(image)[0]
+    finally:
+        flash(True)
+    again = cached.generate(image)[0]
+    assert not torch.equal(other.tensor, right)
+    assert torch.equal(again.tensor, right)
+    assert (other.metadata.cache, again.metadata.cache) == ("miss", "miss")
+    assert cached.generate(image)[0].tensor is again.tensor
 
 
 def test_no_hits_from_before_bump_weights(make: Make, work: Work, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def coalescer_of(encoder: Encoder) -> Coalescer:
 
 
 def key_of(encoder: Encoder, data: bytes) -> bytes:
-    return coalescer_of(encoder).cache.keys.key(encoded_hash(encoder.model, data), None)
+    return coalescer_of(encoder).keys.key(encoded_hash(encoder.model, data), None)
 
 
 def stalled_disk(monkeypatch: pytest.MonkeyPatch, encoder: Encoder, *images: bytes) -> Hold:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,11 +21,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from mm_encoder import Encoder, ImageResult, MediaPlanner
+from mm_encoder import CacheConfig, Encoder, ImageResult, MediaPlanner
 from mm_encoder.cli import build_app, files
 from mm_encoder.cli.terminal import printable
 
 from .helpers.command import COMMAND, GOLDEN_IMAGES, call, picture, run
+from .helpers.waiting import HANG
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
@@ -581,6 +584,133 @@ def test_demo_in_a_folder_of_choice_and_not_in_somebody_s(
     assert done.exit_code == 2
     assert "holds other files" in done.stderr
     assert [path.name for path in mine.iterdir()] == ["preview.png"]
+
+
+# paths with a tilde, which a shell expands at the start of a word only
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, glm53_checkpoint: Path) -> Path:
+    """A home directory with a checkpoint and an image; the working directory is another one."""
+    home, work = tmp_path / "home", tmp_path / "work"
+    work.mkdir()
+    shutil.copytree(glm53_checkpoint, home / "checkpoint")
+    picture(home / "a.png")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(work)
+    return home
+
+
+def test_every_path_may_be_in_the_home_directory(home: Path) -> None:
+    options = ["--out=~/new/rows.safetensors", "--preview=~/new/rows.png", "--cache=~/rows"]
+    done = call("encode", "~/checkpoint", "~/a.png", *options, "--cache-bytes=4M", "--device=cpu")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert {path.name for path in (home / "new").iterdir()} == {"rows.safetensors", "rows.png"}
+    for arguments in (
+        ["cache", "stats", "~/rows"],
+        ["cache", "verify", "~/rows"],
+        ["cache", "clear", "~/rows"],
+        ["key", "~/checkpoint", "~/a.png", "--device=cpu"],
+        ["plan", "~/checkpoint", "~/a.png"],
+    ):
+        assert call(*arguments).exit_code == 0, arguments
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "option", ["--out=~/b.safetensors", "--preview=~/b.png", "--cache=~/b", "~/checkpoint"]
+)
+@pytest.mark.parametrize("unknown", ["no HOME", "no such user"])
+def test_a_home_that_is_not_known_is_said_before_anything_is_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch, option: str, unknown: str
+) -> None:
+    def nobody(*_: object) -> None:
+        raise KeyError("uid not found")
+
+    if unknown == "no HOME":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", nobody)
+    else:
+        option = option.replace("~", "~no-such-user")
+    checkpoint = home / "checkpoint"
+    arguments = [option] if option.startswith("~") else [checkpoint]
+    given = [*arguments, home / "a.png", "--out=rows.safetensors", "--device=cpu"]
+    done = call("encode", *given, *([] if option.startswith("~") else [option]))
+    assert done.exit_code == 2
+    assert "is not known (is HOME" in " ".join(done.stderr.replace("│", " ").split())
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_an_image_may_have_a_name_that_begins_with_a_tilde(home: Path) -> None:
+    picture(Path("~a.png"))
+    assert call("plan", "~/checkpoint", "~a.png").exit_code == 0
+
+
+def test_the_api_has_the_same_rule(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Encoder("~/checkpoint", device="cpu") as encoder:
+        assert encoder.model == "checkpoint"
+    assert MediaPlanner(Path("~/checkpoint")).model == "checkpoint"
+    for cache in (None, CacheConfig(disk_path="~no-such-user/rows", disk_bytes=2**31)):
+        with pytest.raises(ValueError, match=r"'~no-such-user/.*' is not known"):
+            Encoder("~/checkpoint" if cache else "~no-such-user/checkpoint", device="cpu", cache=cache)
+
+
+# Ctrl-C
+
+INTERRUPTED = """
+import signal, threading
+from mm_encoder.cli import main
+from mm_encoder.encoder import Encoder
+from mm_encoder.engine.engine import Engine
+from mm_encoder.families.glm53 import GlmTower
+
+signal.alarm(LIMIT)
+close = Engine.close
+
+def held(*_):
+    print("running", flush=True)
+    if "ends" not in sys.argv[0]:
+        threading.Event().wait()
+    opened.wait()
+    raise ZeroDivisionError
+
+def closing(*arguments, **options):
+    print("closing", flush=True)
+    opened.set()
+    close(*arguments, **options)
+
+opened = threading.Event()
+GlmTower.forward, Engine.close = held, closing
+main()
+"""
+
+
+@pytest.mark.parametrize("tower", ["ends", "hangs"])
+def test_the_second_ctrl_c_ends_the_process_by_itself(
+    tmp_path: Path, glm53_checkpoint: Path, tower: str
+) -> None:
+    """The first one waits for a tower, which is in native code; no exception may end that waiting."""
+    picture(tmp_path / "a.png")
+    out = tmp_path / "rows.safetensors"
+    out.write_bytes(b"before")
+    program = f"import sys; sys.argv[0] = {tower!r}" + INTERRUPTED.replace("LIMIT", str(HANG))
+    arguments = ["encode", glm53_checkpoint, tmp_path / "a.png", "--out", out, "--device", "cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "closing\n"
+    if tower == "hangs":
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == (130 if tower == "ends" else -signal.SIGINT)
+    if tower == "ends":
+        assert errors == "mm-encoder: interrupted; files are written whole or not at all\n"
+    assert out.read_bytes() == b"before"
 
 
 # what it is made of

@@ -474,7 +474,8 @@ def test_no_call_synchronizes_the_whole_device(
     assert not [name for name in inside if "DeviceSynchronize" in name or "CtxSynchronize" in name]
 
 
-def test_encoding_goes_on_while_another_thread_captures_a_graph(glm53_checkpoint: Path) -> None:
+@pytest.mark.parametrize("mode", ["thread_local", "global"])
+def test_encoding_goes_on_while_another_thread_captures_a_graph(glm53_checkpoint: Path, mode: str) -> None:
     capturing, encoded = threading.Event(), threading.Event()
     images = of_many_sizes(12)
     with Encoder(glm53_checkpoint, device=GPU) as encoder:
@@ -486,7 +487,7 @@ def test_encoding_goes_on_while_another_thread_captures_a_graph(glm53_checkpoint
     def capture() -> torch.Tensor:
         graph, x = torch.cuda.CUDAGraph(), torch.ones(1000, device=GPU)
         x * 2 + 1  # loads the kernels, which is not allowed during the capture
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
             y = x * 2
             capturing.set()
             assert encoded.wait(HANG)

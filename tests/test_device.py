@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mm_encoder import device
 from mm_encoder.device import (
     CpuLane,
     CpuTransfers,
@@ -24,11 +24,9 @@ from mm_encoder.device import (
     CudaTransfers,
     consumer_stream,
     default_dtype,
-    describe,
     open_lane,
     open_transfers,
     parse_device,
-    settings,
 )
 
 from .helpers.handoff import (
@@ -91,29 +89,6 @@ def test_cpu_transfers_return_the_same_rows(handoff: str) -> None:
     assert transfers.upload(result, None) is result
 
 
-def test_everything_that_may_change_the_bits_of_a_result_is_described(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cpu = torch.device("cpu")
-    on_gpu, on_cpu = describe(GPU), describe(cpu)
-    assert (on_gpu["device"], on_gpu["capability"]) == ("NVIDIA H200", "9.0")
-    assert on_gpu["torch"] == on_cpu["torch"] == torch.__version__
-    # Once it is set this way, torch.get_float32_matmul_precision() raises.
-    mkldnn: Any = torch.backends.mkldnn
-    for device, matmul in ((GPU, torch.backends.cuda.matmul), (cpu, mkldnn.matmul)):
-        before = matmul.fp32_precision
-        try:
-            for precision in ("ieee", "tf32"):
-                matmul.fp32_precision = precision
-                assert settings(device)["matmul precision"] == precision
-        finally:
-            matmul.fp32_precision = before
-    for description in (on_gpu, on_cpu, settings(GPU), settings(cpu)):
-        assert all(type(value) is str for value in description.values())
-
-
 # --- the model ---------------------------------------------------------------------------------------
 
 
@@ -159,12 +134,18 @@ class Event:
         self.stream.run(self.end)
 
 
+GLOBAL, RELAXED = 0, 2  # a thread's capture mode
+
+
 @dataclass(eq=False)
 class Block:
-    """Memory of the caching allocator; it belongs to the stream on which it was first allocated."""
+    """Memory of the caching allocator; it belongs to the stream on which it was first allocated, and to the
+    pool of the graph whose capture allocated it, else to the common one.
+    """
 
     owner: Stream
     memory: torch.Tensor
+    pool: object
     readers: set[Stream] = field(default_factory=set)
     """Streams named by record_stream since the last allocation."""
     pending: list[tuple[Stream, int]] = field(default_factory=list)
@@ -208,6 +189,9 @@ class Gpu:
         """Devices and streams that are entered, the innermost last."""
         self.free: list[Block] = []
         self.blocks = 0
+        self.mode = GLOBAL
+        self.capture: tuple[Stream, list[Callable[[], object]]] | None = None
+        """The stream that the host captures in another thread, and the graph so far."""
         self.pinned: list[int | torch.Size] = []
 
     @property
@@ -220,21 +204,45 @@ class Gpu:
         yield
         assert self.current.pop() is entry
 
+    @contextmanager
+    def captured(self, stream: Stream) -> Iterator[list[Callable[[], object]]]:
+        """Capture what is enqueued on `stream` in the default mode, as another thread of the host does."""
+        before, stream.work = stream.work, []
+        self.capture = stream, stream.work
+        try:
+            yield stream.work
+        finally:
+            stream.work, self.capture = before, None
+
+    def exchange(self, mode: int) -> int:
+        before, self.mode = self.mode, mode
+        return before
+
+    def unsafe(self) -> None:
+        """Refuse a call that invalidates a capture: to wait or allocate in a thread that is not relaxed."""
+        assert self.capture is None or self.mode == RELAXED, "the capture is invalid from here on"
+
     def pin(
         self, size: int | torch.Size, *, dtype: torch.dtype, device: str, pin_memory: bool
     ) -> torch.Tensor:
         assert (device, pin_memory) == ("cpu", True)
+        self.unsafe()
         self.pinned.append(size)
         return torch.zeros(size, dtype=dtype)
 
     def allocate(self, shape: torch.Size) -> OnDevice:
+        capturing = self.capture is not None and self.capture[0] is self.stream
+        pool = self.capture[1] if self.capture is not None and capturing else None
         for block in self.free:
             over = all(stream.done >= end for stream, end in block.pending)
-            if block.owner is self.stream and block.memory.shape == shape and over:
+            ours = block.owner is self.stream and block.pool is pool
+            if ours and block.memory.shape == shape and over:
                 self.free.remove(block)
                 return OnDevice(self, block)
+        if not capturing:  # the allocator itself relaxes what it does for the graph
+            self.unsafe()
         self.blocks += 1
-        return OnDevice(self, Block(self.stream, torch.zeros(shape, dtype=torch.uint8)))
+        return OnDevice(self, Block(self.stream, torch.zeros(shape, dtype=torch.uint8), pool))
 
     def copy(self, staged: torch.Tensor, device: torch.device, *, non_blocking: bool) -> OnDevice:
         assert non_blocking, "the host would wait"
@@ -276,6 +284,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch, "empty", gpu.pin)
     monkeypatch.setattr(torch.Tensor, "to", lambda *arguments, **named: gpu.copy(*arguments, **named))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda host: host.clone())
+    monkeypatch.setattr(device, "exchange_capture_mode", gpu.exchange)
+    synchronize = Event.synchronize
+
+    def synchronized(event: Event) -> None:
+        gpu.unsafe()
+        synchronize(event)
+
+    monkeypatch.setattr(Event, "synchronize", synchronized)
     return gpu
 
 
@@ -449,14 +465,14 @@ def test_a_follower_reads_correct_rows_on_another_stream(
     source, other = random_inputs(0)[:2]
     with lane.entered():
         rows: Any = gpu.tower(lane.upload(source))
-        lane.make_consumer_wait(first)
+        done = lane.make_consumer_wait(first)
         lane.record_stream(rows, first)
         with monkeypatch.context() as patch:
             if left_out == "wait_event":
                 patch.setattr(second, "wait_event", lambda _: None)
             if left_out == "record_stream":
                 patch.setattr(OnDevice, "record_stream", lambda *_: None)
-            transfers.share(rows, first, second)
+            transfers.share(rows, done, second)
         seen = gpu.read(rows, second)
         if left_out == "wait_event":
             second.synchronize()  # without the wait, so that it reads too early
@@ -486,31 +502,175 @@ def test_rows_of_the_host_hand_off_are_downloaded_without_waiting_for_their_cons
         lane.wait()
         lane.record_stream(rows, busy)
     busy.work.append(refuse)
-    assert torch.equal(transfers.download(rows, transfers.mark(busy)), ~source)
+    assert torch.equal(transfers.download(rows, None), ~source)
 
 
 @pytest.mark.parametrize("streams", [2, 1])
-def test_a_hit_does_not_wait_for_another_callers_stream(
+def test_a_hit_does_not_wait_for_another_callers_job(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, streams: int
 ) -> None:
-    transfers, lane, busy, consumer = CudaTransfers(GPU, "stream"), CudaLane(GPU, 0), Stream(), Stream()
+    transfers, lane, consumer = CudaTransfers(GPU, "stream"), CudaLane(GPU, 0), Stream()
     if streams == 1:
         transfers._up = transfers._down  # the control
     with lane.entered():
         rows: Any = gpu.tower(lane.upload(random_inputs(0)[0]))
-        lane.make_consumer_wait(busy)
-        lane.record_stream(rows, busy)
-    busy.work.append(refuse)
+        late = gpu.stream
+        late.work.append(refuse)
+        done = lane.make_consumer_wait(Stream())
     with monkeypatch.context() as patch:
         patch.setattr(Event, "synchronize", lambda _: None)  # as if another thread were still waiting
-        transfers.download(rows, transfers.mark(busy))
+        transfers.download(rows, done)
     transfers.upload(result_of(random_inputs(1)[0]), consumer)
     if streams == 1:
         with pytest.raises(AssertionError, match="this must not be waited for"):
             consumer.synchronize()
     else:
         consumer.synchronize()
-        assert busy.done == 0
+        assert late.done == 0
+
+
+@pytest.mark.parametrize("event", ["the job's", "one on the first stream"])
+def test_followers_and_downloads_do_not_wait_for_what_the_first_caller_does_next(
+    gpu: Gpu, event: str
+) -> None:
+    transfers, lane, first, second = CudaTransfers(GPU, "stream"), CudaLane(GPU, 0), Stream(), Stream()
+    sources = random_inputs(0)[:2]
+    with lane.entered():
+        rows: Any = gpu.tower(lane.upload(sources[0]))
+        done = lane.make_consumer_wait(first)
+        # Nor for the next job, although the lane has events that it records again.
+        gpu.tower(lane.upload(sources[1]))
+        gpu.stream.work.append(refuse)
+        lane.make_consumer_wait(first)
+    first.work.append(refuse)
+    if event != "the job's":
+        first.record_event(done)  # the control
+    transfers.share(rows, done, second)
+    seen = gpu.read(rows, second)
+    if event == "the job's":
+        second.synchronize()
+        assert torch.equal(seen, ~sources[0])
+        assert torch.equal(transfers.download(rows, done), ~sources[0])
+    else:
+        for wait in (second.synchronize, lambda: transfers.download(rows, done)):
+            with pytest.raises(AssertionError, match="this must not be waited for"):
+                wait()
+
+
+# --- while the host captures a graph -----------------------------------------------------------------
+
+
+Use = Callable[[Gpu], object]
+
+
+def a_job_of_a_lane(handoff: str) -> Use:
+    return lambda gpu: rows_are_right(CudaLane(GPU, 0), Stream(), handoff, gpu.tower, gpu.read)
+
+
+def a_download(handoff: str) -> Use:
+    def use(gpu: Gpu) -> None:
+        transfers, lane = CudaTransfers(GPU, handoff), CudaLane(GPU, 0)
+        with lane.entered():
+            rows: Any = gpu.tower(lane.upload(random_inputs(0)[0]))
+            done = lane.make_consumer_wait(Stream())
+        transfers.download(rows, done if handoff == "stream" else None)
+
+    return use
+
+
+def a_hit(handoff: str) -> Use:
+    return lambda gpu: CudaTransfers(GPU, handoff).upload(result_of(random_inputs(0)[0]), Stream())
+
+
+def a_lost_job(gpu: Gpu) -> None:
+    lane = CudaLane(GPU, 0)
+    with lane.entered():
+        gpu.tower(lane.upload(random_inputs(0)[0]))
+        assert lane.drain()
+
+
+USES: dict[str, Use] = {
+    **{f"a lane, {handoff}": a_job_of_a_lane(handoff) for handoff in HANDOFFS},
+    **{f"a download, {handoff}": a_download(handoff) for handoff in HANDOFFS},
+    **{f"a hit, {handoff}": a_hit(handoff) for handoff in HANDOFFS},
+    "a failed job": a_lost_job,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_nothing_of_ours_breaks_a_capture_in_the_default_mode(gpu: Gpu, use: str) -> None:
+    with gpu.captured(Stream()):
+        USES[use](gpu)
+    assert gpu.mode == GLOBAL  # as it was: the thread may be the host's
+
+
+@pytest.mark.parametrize("use", USES)
+def test_control_a_thread_in_the_default_mode_breaks_it(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    monkeypatch.setattr(device, "exchange_capture_mode", lambda mode: mode)
+    with pytest.raises(AssertionError, match="the capture is invalid"), gpu.captured(Stream()):
+        USES[use](gpu)
+
+
+def test_the_mode_is_given_back_when_something_fails(gpu: Gpu) -> None:
+    lane = CudaLane(GPU, 0)
+    modes = []
+
+    def fail() -> None:
+        with lane.entered():
+            modes.append(gpu.mode)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [*modes, gpu.mode] == [RELAXED, GLOBAL]
+
+
+def test_without_cuda_the_mode_is_only_handed_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a driver too old for the runtime the call fails, and changes nothing either."""
+    for missing in (False, True):
+        if missing:
+            monkeypatch.setattr(device, "_exchange_function", lambda: None)
+        with device.relaxed_captures():
+            assert device.exchange_capture_mode(RELAXED) == RELAXED
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_rows_that_a_graph_reads_must_be_held_as_long_as_it_is_replayed(gpu: Gpu, held: bool) -> None:
+    """The graph has their address; dropped rows are the next job's memory, whoever recorded their stream."""
+    lane, consumer = CudaLane(GPU, 0), Stream()
+    source, other = random_inputs(0)[:2]
+    with lane.entered():
+        rows: Any = gpu.tower(lane.upload(source))
+        lane.wait()
+        lane.record_stream(rows, consumer)
+    with gpu.captured(consumer) as graph:
+        seen = gpu.read(rows, consumer)
+    kept = rows if held else None
+    del rows
+    with lane.entered():
+        gpu.tower(lane.upload(other))
+        lane.wait()
+    consumer.work += graph
+    consumer.synchronize()
+    assert torch.equal(seen, ~source) == held
+    del kept
+
+
+def test_a_graphs_memory_and_ours_are_apart(gpu: Gpu) -> None:
+    """What is allocated in a capture comes from the graph's own pool, and goes back there."""
+    lane, stream = CudaLane(GPU, 0), Stream()
+    with gpu.captured(stream), gpu.entered(stream):
+        intermediate = gpu.allocate(torch.Size([256, 588]))
+        block = intermediate.block
+        del intermediate
+        with lane.entered():
+            ours: Any = gpu.tower(lane.upload(random_inputs(0)[0]))
+        assert ours.block is not block
+        assert gpu.allocate(torch.Size([256, 588])).block is block
+    with gpu.entered(stream):
+        assert gpu.allocate(torch.Size([256, 588])).block is not block
 
 
 # --- after a failed job ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ LAYERS = [
     {"contract", "_manifest"},
     {"_native"},
     {"config", "runtime"},
-    {"media", "device"},
+    {"media", "device", "numerics"},
     {"settings"},
     {"families"},
     {"engine", "cache"},

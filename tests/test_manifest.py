@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import install_wheel
 from mm_encoder import RuntimeMismatchError, _manifest, _native, runtime
 from mm_encoder._manifest import check, host_runtime, mismatches
 
+from .conftest import GOLDEN
 from .helpers.manifests import EXACT, PURE, RANGE, here
 
 HOST = {
@@ -220,3 +223,31 @@ def test_this_process_says_what_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> N
         assert summary.startswith(_native.kernels.levels[-1])
     monkeypatch.setattr(_native, "kernels", None)
     assert runtime.native_summary().startswith("none (")
+
+
+def test_the_package_works_in_a_zip(tmp_path: Path) -> None:
+    """As a pure install does: Spark's --py-files, zipapps."""
+    package = Path(_manifest.__file__).parent
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as packed:
+        for path in package.rglob("*.py"):
+            packed.write(path, path.relative_to(package.parent))
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in repr(finder).lower()]\n"
+        "import mm_encoder\n"
+        "from mm_encoder.runtime import native_summary\n"
+        "with mm_encoder.Encoder(sys.argv[2], device='cpu') as encoder:\n"
+        "    rows = encoder.generate(open(sys.argv[3], 'rb').read())[0].tensor\n"
+        "print(mm_encoder.__file__, native_summary(), float(rows.abs().sum()), sep='|')\n"
+    )
+    image = next((GOLDEN / "glm53" / "images").iterdir())
+    archive, checkpoint = tmp_path / "app.zip", GOLDEN / "glm53" / "checkpoint"
+    run = subprocess.run(
+        [sys.executable, "-c", program, archive, checkpoint, image],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert run.stderr == ""
+    file, kernels, total = run.stdout.strip().split("|")
+    assert file == str(archive / "mm_encoder" / "__init__.py")
+    assert kernels.startswith("none (no library was built here")
+    assert float(total) > 0

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 
 from ..config import ImageOptions
+from ..numerics import Settings
 
-FORMAT = 1
+FORMAT = 2
 """Version of the keys and their meaning; changing it makes every older entry a miss."""
 
 
@@ -29,12 +31,14 @@ def digest(fields: Iterable[tuple[str, str]]) -> bytes:
 class Keys:
     """Key factory of one encoder. `identity` names everything that all its results depend on, in any order.
 
-    `settings` returns the process-wide settings that may change at any time; it is called for each key.
+    `settings` returns the process-wide settings that may change at any time. It is called for each key,
+    unless `under` says what a result was computed with.
     `bump` starts a new epoch, which changes every key from then on.
     """
 
-    def __init__(self, identity: Mapping[str, str], settings: Callable[[], Mapping[str, str]] = dict) -> None:
+    def __init__(self, identity: Mapping[str, str], settings: Callable[[], Settings] = tuple) -> None:
         self._settings = settings
+        self._settings_digest = lru_cache(64)(digest)  # a few, which are used for every key
         self.identity = {"key format": str(FORMAT), **dict(sorted(identity.items())), "epoch": ""}
         self.prefix = digest(self.identity.items())
 
@@ -45,12 +49,14 @@ class Keys:
 
     def fields(self, mm_hash: str, options: ImageOptions | None) -> dict[str, str]:
         """Return all the fields that the key of one image covers."""
-        return {**self.identity, **self._image(mm_hash, options)}
+        return {**self.identity, **dict(self._settings()), **_image(mm_hash, options)}
 
-    def key(self, mm_hash: str, options: ImageOptions | None) -> bytes:
+    def key(self, mm_hash: str, options: ImageOptions | None, under: Settings | None = None) -> bytes:
         """Return the 32-byte key of one image; its `mm_hash` covers model name, kind and content."""
-        return hashlib.sha256(self.prefix + digest(self._image(mm_hash, options).items())).digest()
+        settings = self._settings_digest(self._settings() if under is None else under)
+        return hashlib.sha256(self.prefix + settings + digest(_image(mm_hash, options).items())).digest()
 
-    def _image(self, mm_hash: str, options: ImageOptions | None) -> dict[str, str]:
-        orientation = str((options or ImageOptions()).exif_orientation)
-        return {"content": mm_hash, "exif_orientation": orientation, **self._settings()}
+
+def _image(mm_hash: str, options: ImageOptions | None) -> dict[str, str]:
+    orientation = str((options or ImageOptions()).exif_orientation)
+    return {"content": mm_hash, "exif_orientation": orientation}

@@ -7,16 +7,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..config import CacheConfig
+from ..config import CacheConfig, expand_home
 from ..contract import CacheStats, ImageMetadata
 from ..logs import logger
 from .entry import DiskStats, DiskTier, Entry
-from .key import Keys
 from .memory import MemoryTier, live_cpu_bytes_process
 from .reads import DiskRead, DiskReads
 
@@ -38,21 +36,14 @@ class _PendingWrite(NamedTuple):
 class Cache:
     """Memory tier, optional disk tier and writer thread. Thread-safe.
 
-    `keys` is called after the directory is open, as it reads all the weights. Raises CacheError if the cache
-    cannot be opened.
+    Raises CacheError if it cannot be opened.
     """
 
-    def __init__(self, config: CacheConfig, keys: Callable[[], Keys]) -> None:
+    def __init__(self, config: CacheConfig) -> None:
         self._max_entry_bytes = config.max_entry_bytes
         self._max_backlog_bytes = max(_MAX_BACKLOG_BYTES, config.max_entry_bytes)
         self._memory = MemoryTier(config.memory_bytes)
         self._disk = _open_disk(config)
-        try:
-            self.keys = keys()
-        except BaseException:
-            if self._disk is not None:
-                self._disk.close()
-            raise
         self._counts: Counter[str] = Counter()
         self._lock = threading.RLock()  # a signal handler may come in between, and count or close
         self._reads = DiskReads(self._read_disk)
@@ -245,7 +236,7 @@ def _as_cached(metadata: ImageMetadata) -> ImageMetadata:
 def _open_disk(config: CacheConfig) -> DiskTier | None:
     if config.disk_path is None:
         return None
-    path = Path(config.disk_path).expanduser()
+    path = expand_home("disk_path", config.disk_path)
     if config.disk_backend == "foyer":
         from .foyer import FoyerTier  # needs an extra
 

@@ -11,11 +11,13 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -56,7 +58,18 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # must not fail on a terminal without UTF-8
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     build_app()(prog_name="mm-encoder")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt for the first Ctrl-C; the system ends the process at the second.
+
+    A second exception would end the waiting for threads in native code, which the interpreter must not leave.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 def build_app() -> typer.Typer:

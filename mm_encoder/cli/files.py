@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from ..config import expand_home
 from ..contract import ImageResult
 from ..encoder import Encoder
 from ..errors import MMEncoderError
@@ -44,13 +45,15 @@ class Encoded(NamedTuple):
 def find_images(names: Sequence[str]) -> list[Input]:
     """Return the files that `names` stand for: files as they are, and a folder's images at any depth, sorted.
 
-    In folders, hidden files are skipped and links to folders are not followed. A key is the path as given, or
-    relative to the folder given, with `/`; if two files have the same key, the later one gets `#2`, `#3`, ...
-    A file that occurs twice under one key counts once. Raises ValueError if nothing is found, OSError for a
-    folder that cannot be read.
+    In folders, hidden files are skipped and links to folders are not followed. `~/` is the home directory. A
+    key is the path as given, or relative to the folder given, with `/`; if two files have the same key, the
+    later one gets `#2`, `#3`, ... A file that occurs twice under one key counts once. Raises ValueError if
+    nothing is found, OSError for a folder that cannot be read.
     """
     found: list[tuple[str, Path]] = []
-    for name in names:
+    for given in names:
+        # Only this: another name that begins with a tilde is probably a file's.
+        name = os.fspath(expand_home("an image", given)) if given == "~" or given.startswith("~/") else given
         if os.path.isdir(name):
             folder = Path(name)
             found += [(path.relative_to(folder).as_posix(), path) for path in _images_below(folder)]

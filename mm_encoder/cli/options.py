@@ -10,6 +10,8 @@ from typing import Annotated
 import torch
 import typer
 
+from ..config import expand_home
+
 
 class Dtype(StrEnum):
     """Values of `--dtype`: names of Torch dtypes."""
@@ -38,8 +40,24 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * (1, unit, unit**2, unit**3, unit**4)[" KMGT".index(match[2] or " ")]
 
 
+def parse_path(text: str) -> Path:
+    """Parse a path in which `~` is the home directory: shells expand it only at the start of a word, and so
+    not in `--out=~/rows.safetensors`.
+    """
+    try:
+        return expand_home("a path", text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 CheckpointArgument = Annotated[
-    Path, typer.Argument(help="Directory with config.json and safetensors files.", show_default=False)
+    Path,
+    typer.Argument(
+        parser=parse_path,
+        metavar="PATH",
+        help="Directory with config.json and safetensors files.",
+        show_default=False,
+    ),
 ]
 ImagesArgument = Annotated[
     list[str],
@@ -48,12 +66,26 @@ ImagesArgument = Annotated[
 PlannedArgument = Annotated[
     list[str], typer.Argument(help="Image files, folders, or sizes like 1920x1080.", show_default=False)
 ]
-ImageArgument = Annotated[Path, typer.Argument(help="An image file.", show_default=False)]
-DirectoryArgument = Annotated[Path, typer.Argument(help="A cache directory.", show_default=False)]
-OutOption = Annotated[Path, typer.Option("--out", help="The .safetensors file to write.", show_default=False)]
+ImageArgument = Annotated[
+    Path, typer.Argument(parser=parse_path, metavar="PATH", help="An image file.", show_default=False)
+]
+DirectoryArgument = Annotated[
+    Path, typer.Argument(parser=parse_path, metavar="PATH", help="A cache directory.", show_default=False)
+]
+OutOption = Annotated[
+    Path,
+    typer.Option(
+        "--out", parser=parse_path, metavar="PATH", help="The .safetensors file to write.", show_default=False
+    ),
+]
 PreviewOption = Annotated[
     Path | None,
-    typer.Option("--preview", help="Also draw the images and their embeddings to this .png file."),
+    typer.Option(
+        "--preview",
+        parser=parse_path,
+        metavar="PATH",
+        help="Also draw the images and their embeddings to this .png file.",
+    ),
 ]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu or cuda:N. Default: cuda:0 if available, else cpu.")
@@ -67,7 +99,12 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="Model name in 
 FamilyOption = Annotated[str | None, typer.Option("--family", help="Default: recognised from config.json.")]
 CacheOption = Annotated[
     Path | None,
-    typer.Option("--cache", help="Directory that keeps results for later runs; created if missing."),
+    typer.Option(
+        "--cache",
+        parser=parse_path,
+        metavar="PATH",
+        help="Directory that keeps results for later runs; created if missing.",
+    ),
 ]
 CacheBytesOption = Annotated[
     int | None,
@@ -80,6 +117,12 @@ CacheBytesOption = Annotated[
     ),
 ]
 FolderOption = Annotated[
-    Path | None, typer.Option("--folder", help="Default: mm-encoder/demo in the user's cache directory.")
+    Path | None,
+    typer.Option(
+        "--folder",
+        parser=parse_path,
+        metavar="PATH",
+        help="Default: mm-encoder/demo in the user's cache directory.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -13,6 +13,7 @@ from ..contract import ImageResult, Patches, Plan
 from ..errors import ReplicaError
 from ..logs import logger
 from ..media.source import ImageInput, Source
+from ..numerics import Settings
 from .faults import as_ours
 from .future import Future
 from .promise import Promise
@@ -58,6 +59,10 @@ class Job(Promise):
     mm_hash: str = ""
     on_start: Callable[[], None] = lambda: None
     """Called once a replica has taken the job."""
+    on_computed: Callable[[Settings | None, Any], None] = lambda settings, done: None
+    """Called with the settings that the tower ran under, None if they were switched meanwhile; and with the
+    event at which the rows are complete, None if they are.
+    """
     flight: Any = None
     """Its waiters, where there is a cache (see coalescer.py)."""
     caller_future: Future[ImageResult] | None = None

@@ -12,6 +12,7 @@ import torch
 from ..contract import ImageMetadata, ImageResult
 from ..device import Lane, open_lane, out_of_memory
 from ..errors import ReplicaError
+from ..numerics import Watch
 from ..settings import EncoderSettings
 from .faults import strip_tracebacks
 from .job import Job
@@ -28,7 +29,7 @@ class Replica(Worker):
     ) -> None:
         super().__init__(f"mm-encoder-replica-{index}", scheduler)
         self._settings, self._model, self._build_tower = settings, model, build_tower
-        self._scheduler = scheduler
+        self._scheduler, self._watch = scheduler, Watch(settings.device)
         self.loaded: Future[int] = Future()
 
     def run(self) -> None:
@@ -80,19 +81,22 @@ class Replica(Worker):
         patches, job.patches = job.patches, None
         assert patches is not None
         plan = patches.plan
-        rows = own_storage(tower(lane.upload(patches.data), [plan.grid_thw]))
+        with self._watch.run():
+            rows = own_storage(tower(lane.upload(patches.data), [plan.grid_thw]))
         if rows.shape[0] != plan.rows:
             raise ReplicaError(
                 f"the tower gave {rows.shape[0]} rows, the plan has {plan.rows}; this is a bug"
             )
+        done = None
         if self._settings.results_on_cpu:
             rows = lane.download(rows)
         else:
             if self._settings.handoff == "host":
                 lane.wait()
             else:
-                lane.make_consumer_wait(job.consumer)
+                done = lane.make_consumer_wait(job.consumer)
             lane.record_stream(rows, job.consumer)
+        job.on_computed(self._watch.settings, done)
         job.stage_done("tower")
         metadata = ImageMetadata(
             model=self._model,

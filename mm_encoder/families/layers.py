@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..numerics import sample
+
 Grid: TypeAlias = tuple[int, int, int]
 """A patch grid (t, h, w), before merging."""
 
@@ -155,6 +157,7 @@ class Block(nn.Module):
         self.norm1, self.attn, self.norm2, self.mlp = norm1, attn, norm2, mlp
 
     def forward(self, x: Tensor, rope: Rope, lengths: Sequence[int]) -> Tensor:
+        sample()  # in between, other threads may run and switch a setting
         x = x + self.attn(self.norm1(x), rope, lengths)
         return x + self.mlp(self.norm2(x))
 

@@ -82,14 +82,28 @@ class Source:
         if self.encoded is not None:
             return encoded_hash(model, self.encoded)
         assert self.picture is not None
-        pixels = self.picture.pixels
-        shape = "x".join(map(str, pixels.shape))
-        return _hash(model, b"pixels", self.mode.encode(), shape.encode(), pixels.data)
+        return _hash(model, b"pixels", self.mode.encode(), *_content_of(self.picture))
 
 
 def encoded_hash(model: str, data: bytes) -> str:
     """Return `Source.mm_hash` of encoded bytes, without reading their header."""
     return _hash(model, b"image", data)
+
+
+def _content_of(picture: Picture) -> list[bytes | memoryview]:
+    """Return everything that a family may make pixels from, as fields of a hash.
+
+    That is the stored mode where there is one, and not its RGB: many CMYK or palette images have the same RGB
+    and are resized to different pixels. The RGB is made from it, so it adds nothing.
+    """
+    native, pixels = picture.native, picture.pixels
+    shape = "x".join(map(str, pixels.shape)).encode()
+    if native is None:
+        return [shape, pixels.data]
+    stored: list[bytes | memoryview] = [shape, b"stored", native.tobytes()]
+    if native.palette is not None:
+        stored += [native.palette.mode.encode(), bytes(native.getpalette(None) or ()), pixels.data]
+    return stored
 
 
 def _hash(model: str, *fields: bytes | memoryview) -> str:
@@ -247,8 +261,9 @@ def _array_size(array: np.ndarray) -> ImageSize:
     )
 
 
-# A resize overshoots 0 to 1 slightly, which is clipped; values beyond this range are of another scale.
-_FLOAT_MIN, _FLOAT_MAX = -1.0, 2.0
+# A bicubic resize overshoots 0 to 1 by up to a fifth, which is clipped. Values beyond this range are of
+# another scale: 0 to 255, -1 to 1, -0.5 to 0.5, or normalised by mean and deviation.
+_FLOAT_MIN, _FLOAT_MAX = -0.25, 1.25
 
 
 def _array_pixels(array: np.ndarray) -> Pixels:
@@ -259,7 +274,7 @@ def _array_pixels(array: np.ndarray) -> Pixels:
         if array.min() < _FLOAT_MIN or array.max() > _FLOAT_MAX:
             raise MediaDecodeError(
                 f"floating arrays hold 0 to 1, got {array.min():g} to {array.max():g}; "
-                "convert values of 0 to 255 to uint8"
+                "convert values of 0 to 255 to uint8, and those of -1 to 1 by (x + 1) / 2"
             )
         array = np.rint(np.clip(array, 0.0, 1.0) * 255.0)
     elif array.dtype.newbyteorder("=") == np.uint16:

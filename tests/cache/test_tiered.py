@@ -13,7 +13,6 @@ import torch
 from mm_encoder import CacheConfig, CacheError, ImageMetadata
 from mm_encoder.cache import tiered
 from mm_encoder.cache.entry import DiskStats, Entry
-from mm_encoder.cache.key import Keys
 from mm_encoder.cache.tiered import Cache
 
 from ..helpers.waiting import until
@@ -95,7 +94,7 @@ def opened() -> Iterator[Callable[..., Cache]]:
     caches: list[Cache] = []
 
     def make(**config: Any) -> Cache:
-        caches.append(Cache(CacheConfig(**({"memory_bytes": MIB} | config)), lambda: Keys({})))
+        caches.append(Cache(CacheConfig(**({"memory_bytes": MIB} | config))))
         return caches[-1]
 
     yield make
@@ -320,16 +319,10 @@ def test_invalid_settings_raise(config: dict[str, Any], message: str) -> None:
         CacheConfig(**config)
 
 
-def test_a_failing_identity_closes_the_disk_tier(disk: Disk) -> None:
-    with pytest.raises(ZeroDivisionError):
-        Cache(CacheConfig(), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    assert disk.closed == 1
-
-
 def test_a_file_in_place_of_the_directory_raises_at_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("x")
     before = threading.active_count()
     with pytest.raises(CacheError, match="file"):
-        Cache(CacheConfig(disk_path=path, disk_bytes=2**31), lambda: Keys({}))
+        Cache(CacheConfig(disk_path=path, disk_bytes=2**31))
     assert threading.active_count() == before

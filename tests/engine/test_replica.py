@@ -48,8 +48,9 @@ class RecordingLane(CpuLane):
     def wait(self) -> None:
         self.note("wait")
 
-    def make_consumer_wait(self, consumer: Any) -> None:
+    def make_consumer_wait(self, consumer: Any) -> Any:
         self.note("make wait", consumer)
+        return "the job's event"
 
     def drain(self) -> bool:
         self.note("drain")

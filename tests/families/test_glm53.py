@@ -400,10 +400,16 @@ def test_shards_give_the_same_rows(copied: Path, glm53_checkpoint: Path, with_in
         assert torch.equal(shards.generate(image)[0].tensor, whole.generate(image)[0].tensor)
 
 
+def indexed(folder: Path, index: Any) -> None:
+    """Rename the weights' file, which would count before an index, and write an index."""
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def test_only_shards_with_vision_tensors_are_opened(copied: Path) -> None:
-    index = {"weight_map": dict.fromkeys(load_file(copied / "model.safetensors"), "model.safetensors")}
-    index["weight_map"]["model.language_model.norm.weight"] = "not-downloaded.safetensors"
-    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = dict.fromkeys(NAMES_IN_FILE, "part.safetensors")
+    files["model.language_model.norm.weight"] = "not-downloaded.safetensors"
+    indexed(copied, {"weight_map": files})
     with Encoder(copied, device="cpu") as encoder:
         assert encoder.generate(noise(30, 30))[0].metadata.length > 0
 
@@ -413,10 +419,9 @@ EXTRA = "model.visual.blocks.9.norm1.weight"
 
 
 def test_a_tensor_that_its_shard_lacks_is_missing(copied: Path) -> None:
-    index = {"weight_map": dict.fromkeys(NAMES_IN_FILE, "model.safetensors")}
-    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
     rewrite(copied, lambda ts: {k: v for k, v in ts.items() if "blocks.1.norm" not in k})
-    with pytest.raises(CheckpointError, match=r"2 missing \(.*norm1.weight in model.safetensors"):
+    indexed(copied, {"weight_map": dict.fromkeys(NAMES_IN_FILE, "part.safetensors")})
+    with pytest.raises(CheckpointError, match=r"2 missing \(.*norm1.weight in part.safetensors"):
         Encoder(copied, device="cpu")
 
 
@@ -429,29 +434,29 @@ def test_a_tensor_that_its_shard_lacks_is_missing(copied: Path) -> None:
         (lambda f: (f / "config.json").unlink(), "no config.json"),
         (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
         (lambda f: (f / "config.json").write_text("[]"), "config.json must hold an object"),
-        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+        (lambda f: indexed(f, {}), "has no weight_map"),
         (
-            lambda f: (f / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"model.visual.x": "../../etc/passwd"}}'
-            ),
+            lambda f: indexed(f, {"weight_map": {"model.visual.x": "../../etc/passwd"}}),
             "names '../../etc/passwd'",
         ),
         (
-            lambda f: (f / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"model.visual.x": ["model.safetensors"]}}'
-            ),
+            lambda f: indexed(f, {"weight_map": {"model.visual.x": ["part.safetensors"]}}),
             "which is not a file beside it",
         ),
         (
-            lambda f: (f / "model.safetensors.index.json").write_text(
-                json.dumps({"weight_map": dict.fromkeys([*NAMES_IN_FILE, EXTRA], "model.safetensors")})
-            ),
+            lambda f: indexed(f, {"weight_map": dict.fromkeys([*NAMES_IN_FILE, EXTRA], "part.safetensors")}),
             r"1 unexpected \(model.visual.blocks.9.norm1.weight\)",
         ),
         (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json cannot be read"),
         (
-            lambda f: shutil.copy(f / "model.safetensors", f / "again.safetensors"),
-            "is in both again.safetensors and model.safetensors",
+            lambda f: (
+                [
+                    shutil.copy(f / "model.safetensors", f / f"{name}.safetensors")
+                    for name in ("again", "once")
+                ]
+                + [(f / "model.safetensors").unlink()]
+            ),
+            "is in both again.safetensors and once.safetensors",
         ),
         (
             lambda f: rewrite(f, lambda ts: {"lm_head.weight": torch.ones(1)}),

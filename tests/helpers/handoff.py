@@ -160,12 +160,13 @@ def downloaded_for_the_cache(
         wanted = ~source
         with lane.entered():
             made = [tower(lane.upload(source))]
+            done = None
             if handoff == "host":
                 lane.wait()
             else:
-                lane.make_consumer_wait(consumer)
+                done = lane.make_consumer_wait(consumer)
             lane.record_stream(made[0], consumer)
-        host = transfers.download(made.pop(), transfers.mark(consumer))
+        host = transfers.download(made.pop(), done)
         seen.append((host, torch.equal(host, wanted), wanted))
         consumer.synchronize()  # so that the consumer does not keep the memory from being allocated again
     transfers._down.synchronize()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageFile, ImageOps
 
 from mm_encoder.config import ImageOptions, MediaLimits
@@ -232,7 +233,7 @@ def test_axes_are_never_guessed_from_their_sizes(shape: tuple[int, ...]) -> None
 def test_floats_are_scaled_from_one(dtype: Any) -> None:
     levels = np.arange(256).reshape(16, 16)
     assert (pixels_of((levels / 255).astype(dtype))[:, :, 0] == levels).all()
-    edges = np.array([[-1.0, 0.0, 1.0, 1.1, 2.0]]).astype(dtype)
+    edges = np.array([[-0.2, 0.0, 1.0, 1.1, 1.2]]).astype(dtype)
     assert pixels_of(edges)[0, :, 0].tolist() == [0, 0, 255, 255, 255]
 
 
@@ -654,6 +655,63 @@ def test_equal_indices_under_other_palettes_are_other_pictures() -> None:
     assert len({hash_of(case(name)) for name in names}) == 3
 
 
+def plain(mode: str, *pixels: Any) -> Image.Image:
+    """Return an image of vertical stripes of these pixels."""
+    bands = np.array(pixels, np.uint8).reshape(1, len(pixels), -1)
+    rows = np.tile(bands, (16, 8, 1))
+    return Image.frombytes(mode, (rows.shape[1], 16), rows.tobytes())
+
+
+def indexed(*indices: int, key: Any = None) -> Image.Image:
+    """Return a palette image in which indices 1 and 2 have one colour."""
+    image = plain("P", *indices)
+    image.putpalette([0, 0, 0, 9, 9, 9, 9, 9, 9, 200, 0, 0])
+    if key is not None:
+        image.info["transparency"] = key
+    return image
+
+
+def keyed(mode: str, key: Any, *pixels: Any) -> Image.Image:
+    image = plain(mode, *pixels)
+    image.info["transparency"] = key
+    return image
+
+
+# Pairs of Pillow images that differ and have the same RGB or RGBA.
+SAME_RGB = {
+    "CMYK": (plain("CMYK", (0, 0, 0, 255), (0, 0, 0, 0)), plain("CMYK", (255, 255, 255, 255), (0, 0, 0, 0))),
+    "HSV": (plain("HSV", (0, 0, 0), (0, 0, 255)), plain("HSV", (128, 255, 0), (0, 0, 255))),
+    "P": (indexed(0, 1), indexed(0, 2)),
+    "P with a key": (indexed(0, 1, key=3), indexed(0, 2, key=3)),
+    "L and RGB": (plain("L", 7, 90), plain("RGB", (7, 7, 7), (90, 90, 90))),
+    "L and P": (plain("L", 0, 9), indexed(0, 1)),
+    "LA and La": (plain("LA", (0, 0), (9, 255)), plain("La", (0, 0), (9, 255))),
+    "RGBA and a key": (
+        plain("RGBA", (0, 0, 0, 0), (9, 9, 9, 255)),
+        keyed("RGB", (0, 0, 0), (0, 0, 0), (9, 9, 9)),
+    ),
+    "RGBX": (plain("RGBX", (1, 2, 3, 0)), plain("RGBX", (1, 2, 3, 9))),
+}
+
+
+@pytest.mark.parametrize("name", SAME_RGB)
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_pillow_images_with_one_rgb_have_hashes_of_their_own(name: str, orientation: int) -> None:
+    """A family may resize the stored mode, which the RGB does not determine."""
+    first, second = (image.copy() for image in SAME_RGB[name])
+    for image in (first, second):
+        image.info["exif"] = exif(orientation)
+    assert same_pixels(pixels_of(first), pixels_of(second))
+    assert hash_of(first) == hash_of(first.copy())
+    assert hash_of(first) != hash_of(second)
+
+
+def test_control_the_rgb_of_two_cmyk_images_confuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "_content_of", lambda picture: [picture.pixels.data])
+    first, second = SAME_RGB["CMYK"]
+    assert hash_of(first) == hash_of(second)
+
+
 def test_equal_pixels_in_another_container_are_the_same_picture() -> None:
     bmp, png = case("D14_same_pixels.bmp"), case("D14_shape_30x150.png")
     assert same_pixels(decoded(bmp), decoded(png))
@@ -665,7 +723,28 @@ def test_a_source_weighs_its_bytes_and_its_pixels() -> None:
     assert open_source(COLOURS, LIMITS).nbytes == COLOURS.nbytes
 
 
-@pytest.mark.parametrize("values", [[0.0, 254.0], [-3.0, 1.0], [0.0, 2.5]])
-def test_floats_of_another_scale_are_refused(values: list[float]) -> None:
-    with pytest.raises(MediaDecodeError, match="floating arrays hold 0 to 1, got"):
-        open_source(np.array([values], np.float32), LIMITS)
+SCALES = {
+    "0 to 255": [0.0, 254.0],
+    "-1 to 1": [-1.0, 1.0],
+    "-1 to 1, dark": [-0.9, -0.4],
+    "-0.5 to 0.5": [-0.5, 0.5],
+    "by mean and deviation": [-2.1, 2.6],
+    "0 to 2": [0.0, 1.9],
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("scale", SCALES)
+def test_floats_of_another_scale_are_refused(scale: str, dtype: Any) -> None:
+    with pytest.raises(MediaDecodeError, match=r"floating arrays hold 0 to 1, got .* by \(x \+ 1\) / 2"):
+        open_source(np.array([SCALES[scale]], dtype), LIMITS)
+
+
+def test_the_overshoot_of_a_resize_is_clipped() -> None:
+    sharp = torch.zeros(1, 3, 8, 8)
+    sharp[..., ::2, ::2] = sharp[..., 2:6, 2:6] = 1.0
+    resized = torch.nn.functional.interpolate(sharp, size=(13, 13), mode="bicubic", align_corners=False)
+    array = resized[0].permute(1, 2, 0).numpy()
+    assert array.min() < -0.05
+    assert array.max() > 1.05
+    assert same_pixels(pixels_of(array), pixels_of(array.clip(0, 1)))
