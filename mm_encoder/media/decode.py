@@ -184,8 +184,7 @@ def _decode_webp(data: bytes, header: Header) -> Picture:
 
 def _decode_avif(data: bytes, header: Header) -> Picture:
     decoder, size, mode, _ = avif_decoder(data)
-    pixels = np.frombuffer(avif_pixels(decoder), np.uint8).reshape(size.height, size.width, len(mode))
-    return Picture(pixels.copy())
+    return Picture.of(Image.frombytes(mode, size, avif_pixels(decoder)))
 
 
 def _decode_heic(data: bytes, header: Header) -> Picture:

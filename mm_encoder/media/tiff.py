@@ -201,6 +201,8 @@ def _check_kind(read: _Directory, compression: int, photometric: int, depths: Va
         raise refuse("CCITT compression of more than one bit")
     if compression == _JPEG and read.value(_PLANAR, 1) == 2:
         raise refuse("JPEG compression in separate planes")
+    if samples == 2 and read.value(_PLANAR, 1) == 2:
+        raise refuse("alpha in a plane of its own beside grey")
     if read.value(_FILL_ORDER, 1) not in (1, 2) or read.value(_PLANAR, 1) not in (1, 2):
         raise MediaDecodeError("the TIFF is corrupt (a tag's value is out of range)")
     if read.value(_FILL_ORDER, 1) == 2 and (depths[0] == 16 or samples != 1):
@@ -216,7 +218,7 @@ def _extra_samples(read: _Directory, photometric: int, samples: int) -> Values:
     if kinds and max(kinds) > 2:
         raise UnsupportedMediaError(f"TIFF with extra samples of kind {max(kinds)} is not decoded here")
     if not kinds and photometric == _RGB:
-        return ()  # readers take the fourth sample for alpha
+        return (2,) * count  # readers take the fourth sample for alpha
     return kinds or (0,) * count
 
 
