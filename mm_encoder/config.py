@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,20 +64,37 @@ def expand_home(name: str, path: str | Path) -> Path:
         ) from None
 
 
+_FORMATS = frozenset({"AVIF", "BMP", "GIF", "HEIC", "JPEG", "PNG", "TIFF", "WebP"})
+
+
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits of one media item: `max_bytes` of its source, `max_pixels` once decoded.
+    """Limits of one media item: `max_bytes` of its source, `max_pixels` once decoded, and the `formats` of
+    encoded files that are allowed, by name in any case.
 
-    The default pixel limit is an RGB image of 256 MiB. Both are checked before a pixel is allocated, and
-    independent of Pillow's own limit.
+    The default pixel limit is an RGB image of 256 MiB; by default every format that is decoded is allowed.
+    All are checked before a pixel is allocated, and independent of Pillow's own limit.
     """
 
     max_bytes: int = 256 * 1024**2
     max_pixels: int = 256 * 1024**2 // 3
+    formats: Collection[str] = _FORMATS
 
     def __post_init__(self) -> None:
         require_int("max_bytes", self.max_bytes, 1)
         require_int("max_pixels", self.max_pixels, 1)
+        object.__setattr__(self, "formats", _checked_formats(self.formats))
+
+
+def _checked_formats(formats: object) -> frozenset[str]:
+    if isinstance(formats, (str, bytes)) or not isinstance(formats, Collection):
+        raise TypeError(f"formats must be a collection of names, got {type(formats).__name__}")
+    names = {name.lower(): name for name in _FORMATS}
+    unknown = [name for name in formats if not isinstance(name, str) or name.lower() not in names]
+    if unknown or not formats:
+        got = repr(unknown[0]) if unknown else "none"
+        raise ValueError(f"formats must be among {', '.join(sorted(_FORMATS))}; got {got}")
+    return frozenset(names[name.lower()] for name in formats)
 
 
 def media_limits(limits: MediaLimits | None) -> MediaLimits:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from .config import ImageOptions, MediaLimits, media_limits, model_name, require_int
 from .contract import ImageSize, MediaPlan, Plan
+from .errors import DeviceOutOfMemoryError, ForkedProcessError
 from .families.registry import load_family
 from .media.source import ImageInput
 
@@ -32,6 +36,7 @@ class MediaPlanner:
         self.model = model_name(model, opened.name)
         self.family = self._family.name
         self.preprocessing_hash = self._family.preprocessing_hash
+        self._prepared_in: int | None = None  # the process that has its tensors
 
     def plan(
         self, image: ImageInput | tuple[int, int], *, image_options: ImageOptions | None = None
@@ -39,11 +44,13 @@ class MediaPlanner:
         """Return the plan of an image or of a (width, height) as shown. Of encoded bytes only the header is
         read; a path's file is read, and a data URL decoded, whole.
 
-        Raises MediaError; TypeError or ValueError for a size that is not two positive ints.
+        Raises MediaError; TypeError or ValueError for a size that is not two positive ints;
+        DeviceOutOfMemoryError where the host has too little memory, OSError as the system gives it.
         """
         if isinstance(image, tuple):
             return self._public(self._family.plan(_size(image)))
-        return self._public(self._family.plan(self._family.size_of(image, self._limits, image_options)))
+        with _memory_faults_translated():
+            return self._public(self._family.plan(self._family.size_of(image, self._limits, image_options)))
 
     def prepare_inputs(
         self,
@@ -53,8 +60,32 @@ class MediaPlanner:
         image_options: ImageOptions | None = None,
     ) -> tuple[MediaPlan, dict[str, torch.Tensor]]:
         """Return the plan and the output of the reference's processor: `pixel_values` of `dtype` in its
-        values, shape and patch order, and `grid_thws`, int64 [1, 3]. Raises MediaError.
+        values, shape and patch order, and `grid_thws`, int64 [1, 3].
+
+        Raises MediaError; DeviceOutOfMemoryError where the host has too little memory, OSError as the system
+        gives it; ForkedProcessError in a forked child of a process that has called this, unless Torch runs on
+        one thread there.
         """
+        self._check_process()
+        with _memory_faults_translated():
+            return self._prepare(image, dtype, image_options)
+
+    def _check_process(self) -> None:
+        """Raise rather than hand out tensors whose next use hangs: Torch would wait for threads of its pool
+        that are in the parent. Nothing here uses that pool.
+        """
+        here = os.getpid()
+        if self._prepared_in not in (None, here) and torch.get_num_threads() > 1:
+            raise ForkedProcessError(
+                "this planner prepared inputs before fork(), and the threads of Torch's pool are in the parent: "
+                "larger operations on tensors would hang here; call torch.set_num_threads(1) in the child "
+                "first, or start children by 'spawn'"
+            )
+        self._prepared_in = here
+
+    def _prepare(
+        self, image: ImageInput, dtype: torch.dtype, image_options: ImageOptions | None
+    ) -> tuple[MediaPlan, dict[str, torch.Tensor]]:
         source = self._family.open(image, self._limits, image_options)
         plan = self._family.plan(source.size)
         with torch.inference_mode(False):  # ordinary tensors, wherever this is called from
@@ -74,6 +105,14 @@ class MediaPlanner:
             grid_thws=(plan.grid_thw,),
             original_size=(plan.source.width, plan.source.height),
         )
+
+
+@contextmanager
+def _memory_faults_translated() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise DeviceOutOfMemoryError("not enough memory for this image; the planner goes on") from error
 
 
 def _size(size: tuple[int, int]) -> ImageSize:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from mm_encoder import (
     MediaPlanner,
     MediaTooLargeError,
 )
+
+from .helpers.images import noise
+from .helpers.waiting import HANG
 
 
 def jpeg(width: int, height: int) -> bytes:
@@ -147,3 +152,71 @@ def test_limits_are_configurable(glm53_checkpoint: Path) -> None:
         MediaPlanner(glm53_checkpoint, limits=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the checkpoint must be a path, got NoneType"):
         MediaPlanner(None)  # type: ignore[arg-type]
+
+
+FORKED = """
+import multiprocessing, os, sys
+import numpy as np
+import torch
+from mm_encoder import ForkedProcessError, MediaPlanner, _native
+
+checkpoint, kernels, threads = sys.argv[1:]
+if kernels == "plain":
+    _native.kernels = None
+planner = MediaPlanner(checkpoint)
+random = np.random.default_rng(0)
+shapes = (900, 1200, 3), (1, 900, 3), (300, 200, 4)
+images = [random.integers(0, 256, shape, dtype=np.uint8) for shape in shapes]
+tasks = len(os.listdir("/proc/self/task"))
+here = [planner.prepare_inputs(image)[1]["pixel_values"] for image in images]
+assert len(os.listdir("/proc/self/task")) == tasks, "preparing started a thread"
+torch.rand(3000, 3000).exp()  # the host starts Torch's pool
+
+
+def work(answers):
+    torch.set_num_threads(int(threads)) if threads == "1" else None
+    plans = [planner.plan(image).length for image in images]
+    try:
+        there = [planner.prepare_inputs(image)[1]["pixel_values"] for image in images]
+        same = all((a.numpy() == b.numpy()).all() for a, b in zip(here, there, strict=True))
+        answers.put((plans, "same" if same else "other"))
+    except ForkedProcessError:
+        answers.put((plans, "refused"))
+
+
+context = multiprocessing.get_context("fork")
+answers = context.Queue()
+child = context.Process(target=work, args=(answers,), daemon=True)
+child.start()
+plans, outcome = answers.get(timeout=HANG)
+assert plans == [planner.plan(image).length for image in images]
+print(outcome)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc, and forks")
+@pytest.mark.parametrize("kernels", ["native", "plain"])
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_planner_in_a_forked_child_never_hangs(kernels: str, threads: str, glm53_checkpoint: Path) -> None:
+    """The same values where Torch has one thread; else tensors would hang at their next use: refused."""
+    program = "import torch; torch.set_num_threads(2)\n" + FORKED.replace("HANG", str(HANG))
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(glm53_checkpoint), kernels, threads],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * HANG,
+    )
+    assert (run.returncode, run.stdout) == (0, "same\n" if threads == "1" else "refused\n"), run.stderr
+
+
+def test_values_are_looked_up_as_torch_would(glm53_checkpoint: Path) -> None:
+    """In every dtype: the table is cast before it is looked up, and the bits are those of casting after."""
+    planner = MediaPlanner(glm53_checkpoint)
+    image = noise(90, 70)
+    exact = planner.prepare_inputs(image)[1]["pixel_values"]
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        values = planner.prepare_inputs(image, dtype=dtype)[1]["pixel_values"]
+        assert values.dtype == dtype
+        assert values.shape == exact.shape
+        assert torch.equal(values.view(torch.uint8), exact.to(dtype).view(torch.uint8))

@@ -58,9 +58,11 @@ def copy_error(error: E, message: str | None = None) -> E:
     return copy
 
 
-def as_ours(error: BaseException) -> MMEncoderError:
-    """Return `error` as one of the library's: out of memory, or else a fault of the engine."""
-    if isinstance(error, MMEncoderError):
+def as_ours(error: BaseException) -> MMEncoderError | OSError:
+    """Return `error` as one of the library's: out of memory, or else a fault of the engine. What the system
+    refused (a descriptor, a read) stays as it gave it.
+    """
+    if isinstance(error, (MMEncoderError, OSError)):
         return error
     full = out_of_memory(error, "this image; the encoder goes on with the next")
     if full is not None:

@@ -19,7 +19,7 @@ from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, UnsupportedMediaError
 from ..media.picture import Picture
 from ..media.source import ImageInput, Source, open_source, size_of
-from .layers import Grid, normalize_bytes
+from .layers import Grid, normalized_on_host
 from .weights import Checkpoint
 
 T = TypeVar("T")
@@ -129,9 +129,9 @@ class Family(ABC):
         """Return the tensor that the reference's processor gives for these patches: values, shape and order.
         By default [patches, channels, patch, patch].
         """
-        values = normalize_bytes(patches.data, self.table)
+        values = normalized_on_host(patches.data, self.table, dtype)
         side = math.isqrt(values.shape[-1])
-        return values.unflatten(-1, (side, side)).to(dtype)
+        return values.unflatten(-1, (side, side))
 
     def token_map(self, plan: Plan) -> np.ndarray:
         """Return the index of the embedding row at each place of the image: [token rows, token columns]."""

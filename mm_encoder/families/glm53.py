@@ -190,8 +190,8 @@ class Glm53(Family):
         return resize_and_patchify(pixels, plan, patch=side, merge=merge, bicubic=Bicubic.TORCH, fill=0)
 
     def pixel_values(self, patches: Patches, dtype: torch.dtype) -> Tensor:
-        values = layers.normalize_bytes(patches.data, self.table)
-        return layers.repeat_frame(values, self.processor.temporal_patch_size).to(dtype)
+        frames = self.processor.temporal_patch_size
+        return layers.normalized_on_host(patches.data, self.table, dtype, frames).flatten(1)
 
     @property
     def tensor_prefixes(self) -> tuple[str, ...]:

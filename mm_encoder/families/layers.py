@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -172,6 +173,25 @@ def normalize_bytes(patches: Tensor, table: Tensor) -> Tensor:
     offsets = torch.arange(channels, dtype=torch.int32, device=patches.device) * 256
     index = patches.view(patches.shape[0], channels, -1).to(torch.int32) + offsets.view(-1, 1)
     return table.flatten().index_select(0, index.flatten()).view(index.shape)
+
+
+def normalized_on_host(patches: Tensor, table: Tensor, dtype: torch.dtype, frames: int = 1) -> Tensor:
+    """Normalise as `normalize_bytes`, cast to `dtype` and repeat as `repeat_frame`: [n, channels, frames·k].
+
+    For callers without a device, which must work in a forked process: NumPy looks up, because Torch would
+    start its thread pool, and threads do not survive a fork. The table is cast, not the values: same bits.
+    """
+    channels = table.shape[0]
+    cast = table.to(dtype)
+    items = cast.view(torch.uint8).numpy().view(_ITEMS[cast.itemsize])
+    index = patches.numpy().reshape(patches.shape[0], channels, 1, -1)
+    values = np.empty((patches.shape[0], channels, frames, index.shape[-1]), items.dtype)
+    for channel in range(channels):
+        values[:, channel] = items[channel][index[:, channel]]
+    return torch.from_numpy(values).view(dtype).flatten(2)
+
+
+_ITEMS = {1: "i1", 2: "i2", 4: "i4", 8: "i8", 16: "c16"}  # NumPy types of any kind, by size
 
 
 def repeat_frame(values: Tensor, frames: int) -> Tensor:

@@ -101,32 +101,29 @@ def jpeg_segments(data: bytes) -> Iterator[Segment]:
 
 
 def check_jpeg_scans(data: bytes) -> None:
-    """Raise MediaDecodeError unless the scans contain every coefficient of every component to its last bit.
+    """Raise MediaDecodeError unless every component has a scan with its DC coefficients.
 
-    libjpeg accepts the early scans of a progressive JPEG as an image if an end marker follows them.
+    That is what libjpeg needs to make an image, and does not check. An encoder may leave out any others of a
+    progressive image, or their last bits: a file that was cut there is told by its last scan, which is not
+    whole.
     """
     progressive, scans = False, 0
-    missing: dict[int, int] = {}  # per component: one bit for each of the 64 coefficients
+    missing: set[int] = set()  # components
     for marker, start, _ in jpeg_segments(data):
         if marker in START_OF_FRAME:
             progressive = marker in _PROGRESSIVE
-            components = data[start + 6 : start + 6 + 3 * data[start + 5] : 3]
-            missing = dict.fromkeys(components, (1 << 64) - 1)
+            missing = set(data[start + 6 : start + 6 + 3 * data[start + 5] : 3])
         elif marker == SOS:
             scans += 1
             if scans > MAX_SCANS:
                 raise MediaDecodeError(f"the JPEG has more than {MAX_SCANS} scans")
             spectrum = start + 1 + 2 * data[start]
-            first, last, bits = data[spectrum], data[spectrum + 1], data[spectrum + 2] & 15
-            if not progressive:
-                first, last, bits = 0, 63, 0
-            if bits == 0:
-                span = (1 << last + 1) - (1 << first) if first <= last else 0
-                for component in data[start + 1 : spectrum : 2]:
-                    missing[component] = missing.get(component, 0) & ~span
-            if not any(missing.values()):
+            if not progressive or data[spectrum] == 0:
+                missing.difference_update(data[start + 1 : spectrum : 2])
+            if not missing and not progressive:
                 return
-    raise MediaDecodeError("the JPEG is truncated (some of its scans are missing)")
+    if missing or not scans:
+        raise MediaDecodeError("the JPEG is truncated (some of its scans are missing)")
 
 
 def repair_jpeg_headers(data: bytes, channels: int) -> bytes:
@@ -199,3 +196,27 @@ def _skip_sub_blocks(data: bytes, at: int) -> int:
         if length == 0:
             return at
     raise MediaDecodeError(f"the GIF has more than {MAX_SUB_BLOCKS} sub-blocks in one block")
+
+
+# --- BMP ---------------------------------------------------------------------------------------------
+
+
+def bmp_filled_up(data: bytes, at: int, nibbles: bool, size: ImageSize) -> bytes:
+    """Return a run-length encoded BMP whose end code comes early, with the pixels that it leaves out: those
+    are of the first colour, as in other readers. `at` is where its codes begin. Raises MediaDecodeError if
+    there is no end code.
+    """
+    for _ in range(len(data)):
+        if at + 2 > len(data):
+            break
+        count, value = data[at], data[at + 1]
+        if count == 0 and value == 1:
+            rest = b"\xff\0" * -(-size.width // 255) + b"\0\0"
+            return data[:at] + b"\0\0" + rest * size.height + data[at:]
+        at += 2
+        if count == 0 and value == 2:
+            at += 2
+        elif count == 0 and value > 2:
+            stored = -(-value // 2) if nibbles else value
+            at += stored + stored % 2
+    raise MediaDecodeError("the BMP is truncated (its run-length codes have no end)")

@@ -25,11 +25,14 @@ from PIL import (
 )
 
 from ..config import MediaLimits
-from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
-from .containers import check_jpeg_scans, gif_first_frame, repair_jpeg_headers
-from .header import Header, read_header
+from ..errors import MediaDecodeError, UnsupportedMediaError
+from .containers import bmp_filled_up, check_jpeg_scans, gif_first_frame, repair_jpeg_headers
+from .faults import check_memory, is_out_of_memory, raise_host_fault
+from .header import BMP_RAW, BMP_RLE4, BMP_RLE8, Header, read_header, read_jpeg
+from .iso import avif_decoder, avif_pixels, heif_image, heif_pixels
 from .picture import Picture, Pixels, without_alpha
 from .png import pixel_chunks
+from .tiff import jpeg_parts, tiff_image, tiff_layout
 
 
 def decode(data: bytes, limits: MediaLimits, *, exif_orientation: bool = True) -> Picture:
@@ -40,9 +43,14 @@ def decode(data: bytes, limits: MediaLimits, *, exif_orientation: bool = True) -
     header = read_header(data, limits)
     try:
         picture = _DECODERS[header.kind](data, header)
-    except (MediaError, MemoryError):
+    except UnsupportedMediaError:
+        raise
+    except MediaDecodeError:
+        check_memory(header.kind, header.size)
         raise
     except Exception as error:  # Pillow's parsers raise many types of exception on bad data
+        raise_host_fault(error)
+        check_memory(header.kind, header.size)
         raise MediaDecodeError(f"the {header.kind} is truncated or corrupt") from error
     if picture.size != header.size:
         raise MediaDecodeError(
@@ -63,8 +71,6 @@ _MAX_PADDING = 64
 
 
 def _decode_jpeg(data: bytes, header: Header) -> Picture:
-    if header.channels not in (1, 3, 4):
-        raise UnsupportedMediaError(f"JPEG with {header.channels} colour channels")
     check_jpeg_scans(data)
     pixels = _decompress_jpeg(data, header.channels)
     if pixels is None:
@@ -90,6 +96,8 @@ def _decompress_jpeg(data: bytes, channels: int) -> Pixels | None:
     if (padding := _PADDING.search(reason)) and int(padding[1]) <= _MAX_PADDING:
         pixels = simplejpeg.decode_jpeg(data, space, strict=False)
     if pixels is None:
+        if is_out_of_memory(reason):
+            raise MemoryError(reason)
         if "subsampling" in reason:
             return None
         if reason.startswith("Unsupported"):
@@ -145,18 +153,17 @@ def _decode_gif(data: bytes, header: Header) -> Picture:
     return Picture.of(loaded)
 
 
-_BMP_RAW, _BMP_RLE8, _BMP_RLE4 = 0, 1, 2
-# Up to 12.2, Pillow lets one four-byte code skip 255 rows past the end, and allocates memory for them.
-_MAX_RLE_WIDTH = 1 << 16
-
-
 def _decode_bmp(data: bytes, header: Header) -> Picture:
     image = BmpImagePlugin.BmpImageFile(io.BytesIO(data))
-    compression = image.info["compression"]
-    if compression in (_BMP_RLE8, _BMP_RLE4) and image.width > _MAX_RLE_WIDTH:
-        raise UnsupportedMediaError(f"a run-length encoded BMP may have {_MAX_RLE_WIDTH} columns at most")
-    loaded = _load(image)
-    if compression == _BMP_RAW and loaded.mode == "RGBA":
+    compression, offset = image.info["compression"], image.tile[0].offset
+    try:
+        loaded = _load(image)
+    except ValueError:
+        if compression not in (BMP_RLE8, BMP_RLE4):
+            raise
+        filled = bmp_filled_up(data, offset, compression == BMP_RLE4, header.size)
+        loaded = _load(BmpImagePlugin.BmpImageFile(io.BytesIO(filled)))
+    if compression == BMP_RAW and loaded.mode == "RGBA":
         # The fourth byte of an uncompressed pixel is not alpha, unless a host sets Pillow to read it as such.
         loaded = loaded.convert("RGB")
     return Picture.of(loaded)
@@ -173,6 +180,28 @@ def _decode_webp(data: bytes, header: Header) -> Picture:
     pixels = np.frombuffer(frame[0], np.uint8).reshape(height, width, 4)
     opaque = "RGBX" in decoder.get_info()
     return Picture(without_alpha(pixels) if opaque else pixels.copy())
+
+
+def _decode_avif(data: bytes, header: Header) -> Picture:
+    decoder, size, mode, _ = avif_decoder(data)
+    return Picture.of(Image.frombytes(mode, size, avif_pixels(decoder)))
+
+
+def _decode_heic(data: bytes, header: Header) -> Picture:
+    mode, stride, rows = heif_pixels(heif_image(data))
+    return Picture.of(Image.frombuffer(mode, header.size, rows, "raw", mode, stride, 1).copy())
+
+
+def _decode_tiff(data: bytes, header: Header) -> Picture:
+    layout = tiff_layout(data)
+    for jpeg in jpeg_parts(data, layout):
+        # libtiff passes over libjpeg's warnings, so that half a strip would be half grey.
+        part = read_jpeg(jpeg)
+        if part.size.width > layout.padded.width or part.size.height > layout.padded.height:
+            raise MediaDecodeError("the TIFF is corrupt (a strip or tile is larger than the image)")
+        check_jpeg_scans(jpeg)
+        _decompress_jpeg(jpeg, part.channels)
+    return Picture.of(tiff_image(data, layout))
 
 
 def _load(image: ImageFile.ImageFile) -> Image.Image:
@@ -192,4 +221,7 @@ _DECODERS = {
     "GIF": _decode_gif,
     "BMP": _decode_bmp,
     "WebP": _decode_webp,
+    "TIFF": _decode_tiff,
+    "AVIF": _decode_avif,
+    "HEIC": _decode_heic,
 }

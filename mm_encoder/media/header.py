@@ -1,13 +1,14 @@
 """An image file's kind, size and orientation, read from its headers without decoding pixels.
 
-Reading takes tens of microseconds and does not use Pillow, whose global limits belong to the host. Sizes are
-as stored; `Header.display_size` is the size that a viewer shows.
+Reading takes tens of microseconds and does not use Pillow's file classes, whose global limits belong to the
+host. Sizes are as stored; `Header.display_size` is the size that a viewer shows. A legal variety that is not
+decoded here is refused here, so that planning and decoding decide alike.
 """
 
 from __future__ import annotations
 
-import re
 import struct
+import zlib
 from dataclasses import dataclass
 
 from ..config import MediaLimits
@@ -23,8 +24,10 @@ from .containers import (
     png_chunks,
     riff_chunks,
 )
-
-_SWAPS_SIDES = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+from .iso import avif_decoder, heif_image, largest_image
+from .kinds import kind_allowed
+from .orientation import EXIF, SWAPS_SIDES, XMP, Metadata, orientation_of, read_text_chunk
+from .tiff import tiff_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,13 @@ class Header:
     size: ImageSize
     orientation: int = 1
     channels: int = 3
+    allocated: ImageSize | None = None
+    """What decoding allocates, where that is more than `size`."""
 
     def display_size(self, exif_orientation: bool = True) -> ImageSize:
         """Return the size that a viewer shows, or the stored size without `exif_orientation`."""
         width, height = self.size
-        swap = exif_orientation and self.orientation in _SWAPS_SIDES
+        swap = exif_orientation and self.orientation in SWAPS_SIDES
         return ImageSize(height, width) if swap else self.size
 
 
@@ -51,17 +56,16 @@ def read_header(data: bytes, limits: MediaLimits) -> Header:
     if not data:
         raise MediaDecodeError("the image is empty (0 bytes)")
     check_source_bytes(len(data), limits)
-    kind = sniff(data)
-    reader = _READERS.get(kind)
-    if reader is None:
-        raise UnsupportedMediaError(
-            f"{kind} is not decoded here; convert it to one of {', '.join(sorted(_READERS))}"
-        )
+    kind = kind_allowed(data, limits)
     try:
-        header = reader(data)
+        if kind in ("AVIF", "HEIC") and (largest := largest_image(data)).width:
+            check_pixels(largest, limits, f"the {kind} header")
+        header = _READERS[kind](data)
     except (struct.error, IndexError):
         raise MediaDecodeError(f"the {kind} header is truncated") from None
     check_pixels(header.size, limits, f"the {kind} header")
+    if header.allocated is not None:
+        check_pixels(header.allocated, limits, f"the {kind} header")
     return header
 
 
@@ -85,117 +89,79 @@ def check_pixels(size: ImageSize, limits: MediaLimits, what: str) -> None:
         )
 
 
-# --- kind of file ------------------------------------------------------------------------------------
-
-_MAGIC = (
-    (b"\xff\xd8\xff", "JPEG"),
-    (b"\x89PNG\r\n\x1a\n", "PNG"),
-    (b"GIF87a", "GIF"),
-    (b"GIF89a", "GIF"),
-    (b"BM", "BMP"),
-    (b"II*\x00", "TIFF"),
-    (b"MM\x00*", "TIFF"),
-    (b"\x00\x00\x01\x00", "ICO"),
-    (b"8BPS", "PSD"),
-    (b"\xff\x0a", "JPEG XL"),
-    (b"\x00\x00\x00\x0cJXL ", "JPEG XL"),
-    (b"\x00\x00\x00\x0cjP  ", "JPEG 2000"),
-    (b"%PDF-", "PDF"),
-    (b"\x1aE\xdf\xa3", "Matroska/WebM video"),
-    (b"OggS", "Ogg audio/video"),
-    (b"ID3", "MP3 audio"),
-    (b"\xff\xfb", "MP3 audio"),
-    (b"\xff\xf3", "MP3 audio"),
-    (b"\xff\xf2", "MP3 audio"),
-    (b"\xff\xfa", "MP3 audio"),
-    (b"\xff\xf1", "AAC audio"),
-    (b"\xff\xf9", "AAC audio"),
-    (b"#!AMR", "AMR audio"),
-    (b".snd", "AU audio"),
-    (b"caff", "CAF audio"),
-    (b"MThd", "MIDI audio"),
-    (b"RF64", "WAV audio"),
-    (b"\x00\x00\x01\xba", "MPEG video"),
-    (b"\x00\x00\x01\xb3", "MPEG video"),
-    (b"FLV", "Flash video"),
-    (b"\x30\x26\xb2\x75\x8e\x66\xcf\x11", "Windows Media audio/video"),
-    (b"fLaC", "FLAC audio"),
-    (b"\x1f\x8b", "gzip"),
-    (b"PK\x03\x04", "ZIP"),
-)
-_RIFF = {b"WEBP": "WebP", b"WAVE": "WAV audio", b"AVI ": "AVI video"}
-_BRANDS = {b"M4A ": "M4A audio", b"M4B ": "M4A audio"}
-_BRANDS |= {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF"}
-_MARKUP = re.compile(rb"\A(?:\xef\xbb\xbf)?\s*<", re.ASCII)
-_SVG = re.compile(rb"<svg[\s>]", re.IGNORECASE)
-_HTML = re.compile(rb"<(?:!doctype html|html|head|body)[\s>]", re.IGNORECASE)
-
-
-def sniff(data: bytes) -> str:
-    """Return the kind of file, from its bytes alone. Raises MediaDecodeError if no signature matches."""
-    for magic, kind in _MAGIC:
-        if data.startswith(magic):
-            return kind
-    if data[:4] == b"RIFF" and (riff := _RIFF.get(data[8:12])):
-        return riff
-    if data[4:8] == b"ftyp":
-        return _BRANDS.get(data[8:12], "MP4/QuickTime video")
-    if data[4:8] in (b"moov", b"mdat", b"wide"):
-        return "MP4/QuickTime video"
-    if data[:4] == b"FORM" and data[8:12] in (b"AIFF", b"AIFC"):
-        return "AIFF audio"
-    if data[:1] == data[188:189] == b"\x47":
-        return "MPEG transport stream video"
-    head = data[:4096]
-    if _MARKUP.match(head):
-        if _SVG.search(head):
-            return "SVG"
-        if _HTML.search(head):
-            raise MediaDecodeError("the bytes are an HTML page, not an image")
-    raise MediaDecodeError(f"the {len(data)} bytes are of no image format that is known here")
-
-
 # --- one reader per format ---------------------------------------------------------------------------
 
 
+# Critical PNG chunks that are known here. Without another one the image cannot be decoded.
+_CRITICAL = (b"IHDR", b"PLTE", b"IDAT", b"IEND")
+
+
 def _read_png(data: bytes) -> Header:
+    if data[12:16] == b"CgBI":
+        raise UnsupportedMediaError("PNG in Apple's CgBI variety (from an iOS app) is not decoded here")
     if data[12:16] != b"IHDR":
         raise MediaDecodeError("the PNG does not begin with IHDR")
     width, height = struct.unpack_from(">II", data, 16)
-    exif = xmp = None
+    metadata: Metadata = {}
     for name, start, end in png_chunks(data):
-        if name == b"eXIf" and exif is None:
-            exif = data[start:end]
-        elif name == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", start):
-            xmp = data[start:end]
-    return Header("PNG", ImageSize(width, height), orientation_of(exif, xmp))
+        if name == b"eXIf":
+            metadata[EXIF] = data[start:end]
+        elif name in (b"tEXt", b"zTXt", b"iTXt"):
+            read_text_chunk(name, data[start:end], metadata)
+        elif name[:1].isupper() and name.isalpha() and name not in _CRITICAL:
+            if zlib.crc32(memoryview(data)[start - 4 : end]) != int.from_bytes(data[end : end + 4]):
+                raise MediaDecodeError("the PNG is truncated or corrupt (the CRC of a chunk is wrong)")
+            raise UnsupportedMediaError("PNG with a critical chunk that is not in the standard")
+    return Header("PNG", ImageSize(width, height), orientation_of(metadata))
 
 
-def _read_jpeg(data: bytes) -> Header:
-    frame = exif = xmp = None
+_JPEG_LS = 0xF7
+_JPEG_KINDS = {0xC0: "", 0xC1: "", 0xC2: "", 0xC9: "", 0xCA: "", 0xC3: "lossless", 0xCB: "lossless"}
+
+
+def read_jpeg(data: bytes) -> Header:
+    """Read a JPEG's header; no limit is checked. Raises as `read_header`, and struct.error."""
+    frame = None
+    metadata: Metadata = {}
     for marker, start, end in jpeg_segments(data):
         if marker in (SOS, EOI):
             break
+        if marker == _JPEG_LS and frame is None:
+            raise UnsupportedMediaError("JPEG-LS is not decoded here")
         if marker in START_OF_FRAME and frame is None:
-            _, height, width, channels = struct.unpack_from(">BHHB", data, start)
-            frame = ImageSize(width, height), channels
+            frame = _jpeg_frame(marker, *struct.unpack_from(">BHHB", data, start))
         elif marker == APP1:
-            if exif is None and data.startswith(b"Exif\0\0", start):
-                exif = data[start + 6 : end]
+            if data.startswith(
+                b"Exif\0\0", start
+            ):  # a block that is too long for one segment goes on in the next
+                metadata[EXIF] = metadata.get(EXIF, b"") + data[start + 6 : end]
             elif data.startswith(b"http://ns.adobe.com/xap/1.0/\0", start):
-                xmp = data[start + 29 : end]
+                metadata[XMP] = data[start + 29 : end]
     if frame is None:
         raise MediaDecodeError("the JPEG ends before its frame header")
     size, channels = frame
-    return Header("JPEG", size, orientation_of(exif, xmp), channels)
+    return Header("JPEG", size, orientation_of(metadata), channels)
+
+
+def _jpeg_frame(marker: int, depth: int, height: int, width: int, channels: int) -> tuple[ImageSize, int]:
+    if kind := _JPEG_KINDS.get(marker, "hierarchical"):
+        raise UnsupportedMediaError(f"{kind} JPEG is not decoded here")
+    if depth != 8 and 2 <= depth <= 16:
+        raise UnsupportedMediaError(f"JPEG with {depth} bits per sample is not decoded here, only with 8")
+    if width and not height:
+        raise UnsupportedMediaError("JPEG whose height follows in a DNL segment is not decoded here")
+    if channels not in (1, 3, 4):
+        raise UnsupportedMediaError(f"JPEG with {channels} colour channels is not decoded here")
+    return ImageSize(width, height), channels
 
 
 _WEBP_HAS_EXIF, _WEBP_HAS_XMP = 0x08, 0x04  # flags of VP8X; without them readers ignore these chunks
 
 
 def _read_webp(data: bytes) -> Header:
-    size = exif = xmp = None
+    size = None
     flags = 0
+    metadata: Metadata = {}
     for name, start, end in riff_chunks(data):
         # Decoders use the first of these chunks.
         if name == b"VP8X" and size is None:
@@ -215,62 +181,86 @@ def _read_webp(data: bytes) -> Header:
                 raise MediaDecodeError("the WebP's lossless frame does not begin with its signature")
             size = ImageSize((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
         elif name == b"EXIF" and flags & _WEBP_HAS_EXIF:
-            exif = data[start:end]
+            metadata.setdefault(EXIF, data[start:end])
         elif name == b"XMP " and flags & _WEBP_HAS_XMP:
-            xmp = data[start:end]
+            metadata.setdefault(XMP, data[start:end])
     if size is None:
         raise MediaDecodeError("the WebP contains no image")
-    return Header("WebP", size, orientation_of(exif, xmp))
+    return Header("WebP", size, orientation_of(metadata))
 
 
 def _read_gif(data: bytes) -> Header:
     return Header("GIF", gif_first_frame(data, whole=False).canvas)
 
 
+_BMP_HEADERS = (12, 40, 52, 56, 64, 108, 124)
+BMP_RAW, BMP_RLE8, BMP_RLE4, _BMP_BITFIELDS = 0, 1, 2, 3
+_BMP_OTHERS = {4: "JPEG", 5: "PNG", 6: "alpha bit fields", 11: "CMYK", 12: "CMYK", 13: "CMYK"}
+# Up to 12.2, Pillow lets one four-byte code skip 255 rows past the end, and allocates memory for them.
+_MAX_RLE_WIDTH = 1 << 16
+# Masks of red, green and blue, by bits; those of 32 bits with alpha's.
+_BMP_MASKS = {
+    16: ((0xF800, 0x7E0, 0x1F), (0x7C00, 0x3E0, 0x1F)),
+    24: ((0xFF0000, 0xFF00, 0xFF),),
+    32: (
+        (0xFF0000, 0xFF00, 0xFF, 0),
+        (0xFF000000, 0xFF0000, 0xFF00, 0),
+        (0xFF000000, 0xFF00, 0xFF, 0),
+        (0xFF000000, 0xFF0000, 0xFF00, 0xFF),
+        (0xFF, 0xFF00, 0xFF0000, 0xFF000000),
+        (0xFF0000, 0xFF00, 0xFF, 0xFF000000),
+        (0xFF000000, 0xFF00, 0xFF, 0xFF0000),
+        (0, 0, 0, 0),
+    ),
+}
+
+
 def _read_bmp(data: bytes) -> Header:
     (header_size,) = struct.unpack_from("<I", data, 14)
     if header_size == 12:
-        width, height = struct.unpack_from("<HH", data, 18)
+        width, height, _, bits = struct.unpack_from("<HHHH", data, 18)
+        compression = BMP_RAW
+    elif header_size in _BMP_HEADERS:
+        width, height, _, bits, compression = struct.unpack_from("<iiHHI", data, 18)
     else:
-        width, height = struct.unpack_from("<ii", data, 18)
+        raise UnsupportedMediaError(f"BMP with a header of {header_size} bytes is not decoded here")
+    if bits not in (1, 4, 8, 16, 24, 32) and compression not in _BMP_OTHERS:
+        raise UnsupportedMediaError(f"BMP with {bits} bits per pixel is not decoded here")
+    if compression > _BMP_BITFIELDS or (header_size == 64 and compression == _BMP_BITFIELDS):
+        kind = _BMP_OTHERS.get(compression, f"number {compression}")
+        raise UnsupportedMediaError(f"BMP with compression {kind} is not decoded here")
+    if compression == _BMP_BITFIELDS:
+        masks = struct.unpack_from("<4I" if bits == 32 and header_size >= 56 else "<3I", data, 54)
+        if bits == 32 and len(masks) == 3:
+            masks += (0,)
+        if masks not in _BMP_MASKS.get(bits, ()):
+            raise UnsupportedMediaError("BMP with bit fields of this layout is not decoded here")
+    if compression in (BMP_RLE8, BMP_RLE4) and width > _MAX_RLE_WIDTH:
+        raise UnsupportedMediaError(f"a run-length encoded BMP may have {_MAX_RLE_WIDTH} columns at most")
     return Header("BMP", ImageSize(width, abs(height)))  # a negative height means top-down rows
 
 
+def _read_tiff(data: bytes) -> Header:
+    layout = tiff_layout(data)
+    return Header("TIFF", layout.size, layout.orientation, allocated=layout.padded)
+
+
+def _read_avif(data: bytes) -> Header:
+    _, size, _, orientation = avif_decoder(data)
+    return Header("AVIF", size, orientation)
+
+
+def _read_heic(data: bytes) -> Header:
+    return Header("HEIC", ImageSize(*heif_image(data).size))
+
+
 _READERS = {
-    "JPEG": _read_jpeg,
+    "JPEG": read_jpeg,
     "PNG": _read_png,
     "WebP": _read_webp,
     "GIF": _read_gif,
     "BMP": _read_bmp,
+    "TIFF": _read_tiff,
+    "AVIF": _read_avif,
+    "HEIC": _read_heic,
 }
-
-# --- orientation -------------------------------------------------------------------------------------
-
-_ORIENTATION_TAG = 0x0112
-_XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=[\"']|>)([0-9])")
-
-
-def orientation_of(exif: bytes | None, xmp: bytes | None) -> int:
-    """Return EXIF's orientation, else XMP's, else 1. Values outside 1 to 8 count as 1, as in viewers."""
-    value = _exif_orientation(exif) if exif else None
-    if value is None and xmp and (match := _XMP_ORIENTATION.search(xmp)):
-        value = int(match[1])
-    return value if value is not None and 1 <= value <= 8 else 1
-
-
-def _exif_orientation(exif: bytes) -> int | None:
-    exif = exif.removeprefix(b"Exif\0\0")
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
-    if order is None:
-        return None
-    try:
-        (at,) = struct.unpack_from(order + "I", exif, 4)
-        (entries,) = struct.unpack_from(order + "H", exif, at)
-        for entry in range(at + 2, at + 2 + 12 * entries, 12):
-            tag, kind, count = struct.unpack_from(order + "HHI", exif, entry)
-            if tag == _ORIENTATION_TAG and count == 1 and kind in (3, 4):
-                (value,) = struct.unpack_from(order + ("H" if kind == 3 else "I"), exif, entry + 8)
-                return int(value)
-    except struct.error:
-        pass  # broken metadata must not fail an image whose pixels are good
-    return None

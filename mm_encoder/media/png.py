@@ -11,7 +11,7 @@ import numpy as np
 from isal import isal_zlib  # inflates twice as fast as zlib
 
 from .. import _native
-from ..errors import MediaDecodeError, UnsupportedMediaError
+from ..errors import MediaDecodeError
 from .containers import png_chunks
 from .picture import Pixels
 
@@ -93,7 +93,7 @@ class PixelChunks:
 
 def pixel_chunks(data: bytes) -> PixelChunks:
     """Drop text, colour profiles and animation, so that their content can neither fail the image nor cost
-    time. Raises MediaDecodeError or UnsupportedMediaError.
+    time. Raises MediaDecodeError.
     """
     kept, idat = [data[:8]], list[memoryview]()
     ihdr, palette, name, has_trns, palette_after_idat = None, b"", b"", False, False
@@ -105,9 +105,7 @@ def pixel_chunks(data: bytes) -> PixelChunks:
         if not name.isalpha():
             raise MediaDecodeError("the PNG is corrupt (a chunk's name must be four letters)")
         if name not in _PIXEL_CHUNKS:
-            if name[:1].isupper():  # critical: the image cannot be decoded without it
-                raise UnsupportedMediaError("PNG with a critical chunk that is not in the standard")
-            continue
+            continue  # a critical one is refused by the header's reader
         if name == b"IHDR":
             if ihdr is not None:
                 raise MediaDecodeError("the PNG has a second IHDR")  # its size was never checked

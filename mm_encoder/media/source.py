@@ -7,6 +7,7 @@ import binascii
 import errno
 import hashlib
 import os
+import re
 import stat
 import threading
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from ..config import ImageOptions, MediaLimits
 from ..contract import ImageSize
 from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from .decode import decode
-from .header import check_pixels, check_source_bytes, orientation_of, read_header
+from .faults import check_memory, is_callers, raise_host_fault
+from .header import check_pixels, check_source_bytes, read_header
+from .orientation import SWAPS_SIDES, orientation_of_pillow
 from .picture import Picture, Pixels
 
 ImageInput: TypeAlias = "bytes | bytearray | memoryview | str | Path | np.ndarray | Image.Image"
@@ -32,17 +35,14 @@ def is_image(value: object) -> bool:
     return isinstance(value, (bytes, bytearray, memoryview, str, Path, np.ndarray, Image.Image))
 
 
-# Pillow images load lazily and share one file position between threads. Two encoders may get the same image,
-# so there is one lock per process, not per encoder.
-_PILLOW_LOCK = threading.Lock()
+def _lock_of(image: Image.Image) -> threading.Lock:
+    """Return the lock of one Pillow image, which loads lazily, from a file with one position for all threads.
 
-
-def _reset_lock_after_fork() -> None:
-    global _PILLOW_LOCK
-    _PILLOW_LOCK = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_reset_lock_after_fork)  # the thread that held it is not in the child
+    Kept with the image, so that a file that stalls holds up its own callers only. It has one name a process:
+    a thread that held it at a fork is not in the child.
+    """
+    lock: threading.Lock = vars(image).setdefault(f"_mm_encoder_lock_{os.getpid()}", threading.Lock())
+    return lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +156,20 @@ def size_of(image: ImageInput, limits: MediaLimits, options: ImageOptions | None
         size = _array_size(image)
         check_pixels(size, limits, "the array")
         return size
-    if isinstance(image, Image.Image) and getattr(image, "format", None) != "TIFF":  # loading orients a TIFF
+    if isinstance(image, Image.Image):
         size = ImageSize(*image.size)
         check_pixels(size, limits, "the Pillow image")
-        with _PILLOW_LOCK:
-            orientation = _orientation_of_pillow(image)
-        swapped = options.exif_orientation and orientation >= 5
+        if getattr(image, "format", None) in _SAY_MORE_ONCE_LOADED and getattr(image, "tile", None):
+            return open_source(image, limits, options).size
+        with _lock_of(image):
+            orientation = orientation_of_pillow(image)
+        swapped = options.exif_orientation and orientation in SWAPS_SIDES
         return ImageSize(size.height, size.width) if swapped else size
     return open_source(image, limits, options).size
+
+
+# Loading orients a TIFF, and reads what stands behind a PNG's pixels.
+_SAY_MORE_ONCE_LOADED = ("TIFF", "PNG")
 
 
 def _checked_options(options: object) -> ImageOptions:
@@ -172,23 +178,36 @@ def _checked_options(options: object) -> ImageOptions:
     return options or ImageOptions()
 
 
+_PIECE = 1 << 20
+
+
 def _read_file(path: Path, limits: MediaLimits) -> bytes:
     try:
         # Without O_NONBLOCK, opening a pipe or a device could block this thread forever.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            data = file.read(limits.max_bytes + 1)
+            check_source_bytes(found.st_size, limits)
+            pieces = [file.read(found.st_size)]
+            count = len(pieces[0])
+            while piece := file.read(_PIECE):  # it has grown, or does not tell its size
+                pieces.append(piece)
+                count += len(piece)
+                check_source_bytes(count, limits)
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        if isinstance(error, MediaError):
+            raise
+        if not is_callers(error):
+            raise_host_fault(error)
         reason = getattr(error, "strerror", None) or str(error)
         raise MediaDecodeError(f"cannot read {path.name}: {reason}") from error
-    check_source_bytes(len(data), limits)
-    return data
+    return b"".join(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def read_data_url(url: str, limits: MediaLimits) -> bytes:
-    """Decode a base64 data URL (RFC 2397). Accepts parameters, any case, missing padding, the URL-safe
-    alphabet and white space; ignores the media type. Raises MediaError.
+    """Decode a base64 data URL (RFC 2397). Accepts percent-encoding, parameters, any case, missing padding,
+    the URL-safe alphabet and white space; ignores the media type. Raises MediaError.
     """
     if url[:5].lower() != "data:":
         raise UnsupportedMediaError(
@@ -200,14 +219,24 @@ def read_data_url(url: str, limits: MediaLimits) -> bytes:
         raise MediaDecodeError("the data URL has no comma before its data")
     if ";" not in header or header.rpartition(";")[2].strip().lower() != "base64":
         raise MediaDecodeError("the data URL is not base64 (';base64' is missing before the comma)")
-    text = "".join(payload.split()).replace("-", "+").replace("_", "/").rstrip("=")
-    check_source_bytes(len(text) * 3 // 4, limits)
-    if not text:
-        raise MediaDecodeError("the data URL is empty")
     try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except (binascii.Error, ValueError):
+        text = _unescaped(payload).translate(_URL_SAFE, _WHITE_SPACE).rstrip(b"=")
+        check_source_bytes(len(text) * 3 // 4, limits)
+        if not text:
+            raise MediaDecodeError("the data URL is empty")
+        return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, UnicodeEncodeError):
         raise MediaDecodeError("the data URL is not valid base64") from None
+
+
+_ESCAPE = re.compile(rb"%[0-9A-Fa-f]{2}")
+_WHITE_SPACE = b" \t\n\r\f\v"
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+
+
+def _unescaped(payload: str) -> bytes:
+    """Undo the percent-encoding of a URL's data, once (RFC 3986). What is no escape stays as it is."""
+    return _ESCAPE.sub(lambda escape: bytes.fromhex(escape[0][1:].decode()), payload.encode("ascii"))
 
 
 def _open_pixels(image: np.ndarray | Image.Image, limits: MediaLimits, options: ImageOptions) -> Source:
@@ -220,7 +249,7 @@ def _open_pixels(image: np.ndarray | Image.Image, limits: MediaLimits, options: 
         # Some families' resizing depends on the colour key, so the hash must cover it.
         mode = f"{image.mode} {image.info.get('transparency')!r}"
         check_pixels(ImageSize(*image.size), limits, "the Pillow image")
-        with _PILLOW_LOCK:
+        with _lock_of(image):
             picture, orientation = _copy_pillow(image)
         if options.exif_orientation:
             picture = picture.oriented(orientation)
@@ -234,22 +263,13 @@ def _copy_pillow(image: Image.Image) -> tuple[Picture, int]:
         picture = Picture.of(image)
         if picture.native is image:
             picture = Picture(picture.pixels, image.copy())
-    except (MediaError, MemoryError):
+    except MediaError:
         raise
     except Exception as error:  # Pillow's parsers raise many types of exception on bad data
+        raise_host_fault(error)
+        check_memory(str(image.format), ImageSize(*image.size))
         raise MediaDecodeError("the Pillow image cannot be loaded") from error
-    return picture, _orientation_of_pillow(image)
-
-
-def _orientation_of_pillow(image: Image.Image) -> int:
-    exif, xmp = image.info.get("exif"), image.info.get("xmp")
-    if isinstance(exif, bytes):  # read as for encoded bytes: Pillow would warn about broken metadata
-        return orientation_of(exif, xmp if isinstance(xmp, bytes) else None)
-    try:
-        orientation = image.getexif().get(0x0112, 1)
-    except Exception:  # broken metadata must not fail an image whose pixels are good
-        return 1
-    return orientation if orientation in range(1, 9) else 1
+    return picture, orientation_of_pillow(image)
 
 
 def _array_size(array: np.ndarray) -> ImageSize:

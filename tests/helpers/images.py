@@ -112,6 +112,14 @@ def png_file(
     return b"\x89PNG\r\n\x1a\n" + head + before + pixels + after + png_chunk(b"IEND")
 
 
+def png_with(*chunks: tuple[bytes, bytes], behind: bool = False) -> bytes:
+    """Return a PNG of 9 x 7 noise with extra chunks, before its pixels or behind them."""
+    extra = b"".join(png_chunk(*chunk) for chunk in chunks)
+    data = saved(noise(9, 7), "PNG")
+    at = len(data) - 12 if behind else 33
+    return data[:at] + extra + data[at:]
+
+
 # --- GIF ---------------------------------------------------------------------------------------------
 
 GREYS = bytes(v for level in range(256) for v in (level, level, level))

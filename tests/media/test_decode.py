@@ -518,7 +518,10 @@ def test_a_run_length_encoded_bmp_is_only_so_wide() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (saved(noise(8, 8), "JPEG").replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"), "precision 12"),
+        (
+            saved(noise(8, 8), "JPEG").replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
+            "12 bits per sample",
+        ),
         (b"\xff\xd8" + segment(0xC0, struct.pack(">BHHB", 8, 5, 5, 2) + bytes(6)), "2 colour channels"),
     ],
 )
@@ -575,7 +578,48 @@ def test_a_cut_file_is_never_another_picture(
 
 @pytest.mark.parametrize("kind", [kind for kind in GOOD if kind.startswith("JPEG")])
 def test_nor_is_one_that_ends_properly_after_the_cut(kind: str) -> None:
-    check_cuts(GOOD[kind], b"\xff\xd9")
+    """A progressive file with whole scans alone is a legal one: the same picture, coarser."""
+    data = GOOD[kind]
+    ends = [at for at in range(len(data)) if data[at : at + 1] == b"\xff" and data[at + 1] in (0xC4, 0xDA)]
+    legal = [decoded(data)]
+    if "progressive" in kind:
+        legal += [decoded(data[:at] + b"\xff\xd9") for at in ends if b"\xff\xda" in data[:at]]
+        assert len(legal) > 9
+    for cut in range(len(data) - 2):
+        try:
+            pixels = decoded(data[:cut] + b"\xff\xd9")
+        except MediaError:
+            continue
+        assert any(same_pixels(pixels, one) for one in legal), cut
+
+
+@pytest.mark.parametrize("row", rows("D40"), ids=file_of)
+def test_a_progressive_file_may_leave_coefficients_out(row: Row) -> None:
+    data = case(row["file"])
+    pixels = decoded(data)
+    assert pixels.shape[1::-1] == tuple(row["size"])
+    assert same_pixels(pixels, shown_by_pillow(data))
+
+
+@pytest.mark.parametrize("nibbles", [False, True], ids=["RLE8", "RLE4"])
+def test_a_run_length_bmp_may_end_early(nibbles: bool) -> None:
+    """What it leaves out is of the first colour; one without its end code is cut off."""
+    palette = b"".join(bytes([i, i // 2, 255 - i, 0]) for i in range(16 if nibbles else 256))
+    codes = b"\x05\x33\0\0" + b"\0\x03" + (b"\x12\x30" if nibbles else b"\1\2\3\0") + b"\0\0"
+
+    def build(codes: bytes) -> bytes:
+        return bmp_file(
+            codes, (7, 300), 4 if nibbles else 8, palette=palette, compression=2 if nibbles else 1
+        )
+
+    pixels = decoded(build(codes + b"\0\1"))[::-1]  # the last row comes first
+    first, third = (255, 0, 0), (252, 1, 3) if nibbles else (255 - 0x33, 0x33 // 2, 0x33)
+    assert tuple(pixels[0, 0]) == third
+    assert tuple(pixels[1, 0]) == (254, 0, 1)
+    assert (pixels[2:] == first).all()
+    assert (pixels[:2, 5:] == first).all()
+    with pytest.raises(MediaDecodeError):
+        decoded(build(codes))
 
 
 def test_pillow_alone_fills_up_what_the_host_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,11 @@ from mm_encoder.config import ImageOptions, MediaLimits
 from mm_encoder.errors import MediaDecodeError, MediaError, MediaTooLargeError, UnsupportedMediaError
 from mm_encoder.media import source as source_module
 from mm_encoder.media.picture import Pixels
-from mm_encoder.media.source import is_image, open_source, read_data_url
+from mm_encoder.media.source import is_image, open_source, read_data_url, size_of
 
 from ..helpers.abuse import ABUSE, case
 from ..helpers.images import LIMITS, decoded, exif, noise, same_pixels, saved
+from ..helpers.waiting import HANG
 
 PNG = saved(noise(9, 7), "PNG")
 
@@ -109,7 +110,7 @@ def test_no_more_of_a_file_is_read_than_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "large"
     with path.open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(MediaTooLargeError, match="has 1001 bytes"):
+    with pytest.raises(MediaTooLargeError, match="has 1099511627776 bytes"):
         open_source(path, MediaLimits(max_bytes=1000))
 
 
@@ -138,6 +139,7 @@ def test_a_string_is_never_opened(prefix: str, monkeypatch: pytest.MonkeyPatch) 
 # --- data URLs ---------------------------------------------------------------------------------------
 
 URLS: list[dict[str, str]] = json.loads((ABUSE / "D28_data_urls.json").read_text())
+ESCAPED: list[dict[str, str]] = json.loads((ABUSE / "D33_data_urls_percent.json").read_text())
 
 
 @pytest.mark.parametrize("entry", URLS, ids=range(len(URLS)))
@@ -153,6 +155,22 @@ def test_data_urls_of_every_shape(entry: dict[str, str]) -> None:
     payload = url.partition(",")[2]
     assert not payload or payload not in str(error.value)
     assert len(str(error.value)) < 150
+
+
+@pytest.mark.parametrize("entry", ESCAPED, ids=range(len(ESCAPED)))
+def test_percent_encoding_in_a_data_url_is_undone(entry: dict[str, str]) -> None:
+    if entry["expect"].startswith("ok"):
+        assert read_data_url(entry["url"], LIMITS) == read_data_url(ESCAPED[0]["url"], LIMITS)
+        return
+    with pytest.raises(MediaDecodeError):
+        read_data_url(entry["url"], LIMITS)
+
+
+def test_percent_encoding_is_undone_once_and_before_the_limit() -> None:
+    escaped = "".join(f"%{byte:02x}" for byte in base64.b64encode(PNG))
+    assert read_data_url("data:;base64," + escaped, MediaLimits(max_bytes=len(PNG))) == PNG
+    with pytest.raises(MediaDecodeError, match="base64"):
+        read_data_url("data:;base64," + escaped.replace("%", "%25"), LIMITS)
 
 
 def test_the_data_urls_are_both_good_and_bad() -> None:
@@ -567,8 +585,38 @@ def test_one_thread_at_a_time_reads_an_images_file() -> None:
 
 
 def test_without_the_lock_two_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "_PILLOW_LOCK", contextlib.nullcontext())
+    monkeypatch.setattr(source_module, "_lock_of", lambda image: contextlib.nullcontext())
     assert share(patience=10)
+
+
+def test_an_image_that_stalls_holds_up_its_own_callers_only() -> None:
+    file = Held(PNG)
+    slow, ready = Image.open(file), Image.open(io.BytesIO(PNG))
+    file.held = True
+    with ThreadPoolExecutor(2) as pool:
+        stalled = [pool.submit(open_source, slow, LIMITS) for _ in range(2)]
+        try:
+            assert file.reading.wait(HANG)
+            assert open_source(ready, LIMITS).size == size_of(ready, LIMITS) == (9, 7)
+            assert open_source(Image.open(io.BytesIO(PNG)), LIMITS).size == (9, 7)
+            assert not any(future.done() for future in stalled)
+        finally:
+            file.go_on.set()
+        assert [future.result(HANG).size for future in stalled] == [(9, 7)] * 2
+
+
+class Held(io.BytesIO):
+    """A file whose reads wait, once it is held, until they may go on."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.held, self.reading, self.go_on = False, threading.Event(), threading.Event()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self.held:
+            self.reading.set()
+            assert self.go_on.wait(HANG)
+        return super().read(size)
 
 
 # --- identity ----------------------------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""Whose fault a failed read or decode is: the media's, or that of the host, which ran out of something."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+import numpy as np
+
+from ..contract import ImageSize
+
+# What another file cures: this one is missing, is none, or is not for this process.
+_CALLERS = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS}
+    | {errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.ENOTSUP}
+)
+# How the libraries that decode say that an allocation failed: libjpeg, TurboJPEG, zlib's -4, libavif,
+# libheif, and Pillow's codecs (-9; -8 where zlib cannot begin).
+_OUT_OF_MEMORY = re.compile(
+    r"insufficient memory|out of memory|memory allocation|cannot allocate|can't allocate|bad_alloc"
+    r"|\berror -4\b|decoder error -[89]\b|bad configuration when",
+    re.IGNORECASE,
+)
+_NO_MEMORY = "not enough memory to decode an image"
+# Bytes per pixel, and in all, that decoding takes at most on the way to its pixels: of the formats whose
+# libraries do not always say that an allocation failed.
+_WORK_PER_PIXEL = {"WebP": 24, "WEBP": 24, "AVIF": 24, "HEIC": 24, "HEIF": 24, "TIFF": 16}
+_WORK = 16 << 20
+
+
+def is_callers(error: OSError | ValueError) -> bool:
+    """Return whether opening a file failed for a reason that another path cures."""
+    return not isinstance(error, OSError) or error.errno in _CALLERS
+
+
+def host_fault(error: BaseException) -> BaseException | None:
+    """Return what to raise if `error` is the host's fault, None if it can be the media's.
+
+    The host's are too little memory, as MemoryError whatever the library called it; too deep a stack; and
+    whatever the system refused, such as a descriptor or a read, as it gave it.
+    """
+    if isinstance(error, (MemoryError, RecursionError)):
+        return error
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return MemoryError(_NO_MEMORY)
+    if isinstance(error, OSError) and error.errno is not None:
+        return None if is_callers(error) else error
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return error
+    return MemoryError(_NO_MEMORY) if is_out_of_memory(str(error)) else None
+
+
+def is_out_of_memory(reason: str) -> bool:
+    """Return whether a decoder's message says that an allocation failed."""
+    return _OUT_OF_MEMORY.search(reason) is not None
+
+
+def raise_host_fault(error: BaseException) -> None:
+    """Raise what `host_fault` says, if anything."""
+    fault = host_fault(error)
+    if fault is error:
+        raise error
+    if fault is not None:
+        raise fault from error
+
+
+def check_memory(kind: str, size: ImageSize) -> None:
+    """Raise MemoryError unless the host could give what decoding an image of this kind and size takes.
+
+    For decoders that do not say why they failed: where there is too little now, that was why.
+    """
+    if per_pixel := _WORK_PER_PIXEL.get(kind):
+        np.empty(_WORK + per_pixel * size.width * size.height, np.uint8)
