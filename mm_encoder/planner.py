@@ -9,7 +9,9 @@ import torch
 from .config import ImageOptions, MediaLimits, media_limits, model_name, require_int
 from .contract import ImageSize, MediaPlan, Plan
 from .families.registry import load_family
+from .media.header import check_pixels
 from .media.source import ImageInput
+from .settings import require_dtype
 
 
 class MediaPlanner:
@@ -39,10 +41,13 @@ class MediaPlanner:
         """Return the plan of an image or of a (width, height) as shown. Of encoded bytes only the header is
         read; a path's file is read, and a data URL decoded, whole.
 
-        Raises MediaError; TypeError or ValueError for a size that is not two positive ints.
+        Raises MediaError, for a size over `limits.max_pixels` too; TypeError or ValueError for one that is
+        not two positive ints.
         """
         if isinstance(image, tuple):
-            return self._public(self._family.plan(_size(image)))
+            size = _size(image)
+            check_pixels(size, self._limits, "the size")
+            return self._public(self._family.plan(size))
         return self._public(self._family.plan(self._family.size_of(image, self._limits, image_options)))
 
     def prepare_inputs(
@@ -53,8 +58,10 @@ class MediaPlanner:
         image_options: ImageOptions | None = None,
     ) -> tuple[MediaPlan, dict[str, torch.Tensor]]:
         """Return the plan and the output of the reference's processor: `pixel_values` of `dtype` in its
-        values, shape and patch order, and `grid_thws`, int64 [1, 3]. Raises MediaError.
+        values, shape and patch order, and `grid_thws`, int64 [1, 3]. Raises MediaError, and ValueError for a
+        dtype other than float32, bfloat16 and float16.
         """
+        require_dtype(dtype)
         source = self._family.open(image, self._limits, image_options)
         plan = self._family.plan(source.size)
         with torch.inference_mode(False):  # ordinary tensors, wherever this is called from
