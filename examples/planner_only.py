@@ -2,8 +2,8 @@
 
     python examples/planner_only.py CHECKPOINT [IMAGE | WIDTHxHEIGHT ...]
 
-For each image: its rows and its patch grid, from the header alone. Then an array of zeros is preprocessed on the
-CPU, for callers that run their own tower.
+For each image: its rows and its patch grid, from the header alone. Then an array of zeros is preprocessed on
+the CPU, for callers that run their own tower.
 """
 
 from __future__ import annotations
