@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,12 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
         wanted = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be {wanted}, got {value}")
     return value
+
+
+def require_count(name: str, value: object) -> int:
+    """Return `value` as an int if it is a positive integer, NumPy's too; raise TypeError or ValueError."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return require_int(name, int(value) if whole else value, 1)  # type: ignore[call-overload]
 
 
 def require_seconds(name: str, value: object) -> float:

@@ -18,7 +18,7 @@ from .config import (
     MediaLimits,
     media_limits,
     model_name,
-    require_int,
+    require_count,
     require_moment,
     require_seconds,
 )
@@ -27,6 +27,7 @@ from .device import consumer_stream, default_dtype, parse_device
 from .engine.call import Call
 from .engine.engine import Engine
 from .engine.job import Job
+from .errors import EncoderClosedError
 from .families.registry import load_family
 from .logs import logger
 from .media.source import ImageInput, check_input
@@ -200,7 +201,7 @@ class Encoder:
         """
         self._engine.require_usable()
         if expected_tokens is not None:
-            require_int("expected_tokens", expected_tokens, 1)
+            expected_tokens = require_count("expected_tokens", expected_tokens)
         return self._admission.admit(self._job(image, expected_tokens, image_options, timeout, deadline))
 
     def encode_image(self, data: ImageInput) -> dict[str, torch.Tensor]:
@@ -249,6 +250,8 @@ class Encoder:
         await self._engine.close_async(drain=True)
 
     def __enter__(self) -> Encoder:
+        if self._engine.scheduler.closed:
+            raise EncoderClosedError("the encoder was closed, and cannot be used again; create a new Encoder")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -256,7 +259,7 @@ class Encoder:
         self._engine.close(drain=kind is None)
 
     async def __aenter__(self) -> Encoder:
-        return self
+        return self.__enter__()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self._engine.close_async(drain=kind is None)
@@ -274,8 +277,7 @@ class Encoder:
             timeout = require_seconds("timeout", timeout)
         if deadline is not None:
             require_moment("deadline", deadline)
-        consumer = consumer_stream(self.device)
-        return Job(image, options, expected, consumer, timeout=timeout, deadline=deadline)
+        return Job(image, options, expected, consumer_stream(self.device), timeout=timeout, deadline=deadline)
 
     def _log_ready(self) -> None:
         for index in range(self.replicas_per_gpu):
@@ -294,10 +296,9 @@ class Encoder:
 
 
 def _named(result: ImageResult) -> dict[str, torch.Tensor]:
-    rows, metadata = result
     with torch.inference_mode(False):  # ordinary tensors, wherever this is called from
         return {
-            "embeddings": rows,
-            "embedding_offsets": torch.tensor(metadata.embedding_offsets, device="cpu"),
-            "grid_thws": torch.tensor(metadata.grid_thws, device="cpu"),
+            "embeddings": result.tensor,
+            "embedding_offsets": torch.tensor(result.metadata.embedding_offsets, device="cpu"),
+            "grid_thws": torch.tensor(result.metadata.grid_thws, device="cpu"),
         }

@@ -13,7 +13,9 @@ from .config import ImageOptions, MediaLimits, media_limits, model_name, require
 from .contract import ImageSize, MediaPlan, Plan
 from .errors import DeviceOutOfMemoryError, ForkedProcessError
 from .families.registry import load_family
+from .media.header import check_pixels
 from .media.source import ImageInput
+from .settings import require_dtype
 
 
 class MediaPlanner:
@@ -44,11 +46,14 @@ class MediaPlanner:
         """Return the plan of an image or of a (width, height) as shown. Of encoded bytes only the header is
         read; a path's file is read, and a data URL decoded, whole.
 
-        Raises MediaError; TypeError or ValueError for a size that is not two positive ints;
-        DeviceOutOfMemoryError where the host has too little memory, OSError as the system gives it.
+        Raises MediaError, for a size over `limits.max_pixels` too; TypeError or ValueError for one that is
+        not two positive ints; DeviceOutOfMemoryError where the host has too little memory, OSError as the
+        system gives it.
         """
         if isinstance(image, tuple):
-            return self._public(self._family.plan(_size(image)))
+            size = _size(image)
+            check_pixels(size, self._limits, "the size")
+            return self._public(self._family.plan(size))
         with _memory_faults_translated():
             return self._public(self._family.plan(self._family.size_of(image, self._limits, image_options)))
 
@@ -62,10 +67,12 @@ class MediaPlanner:
         """Return the plan and the output of the reference's processor: `pixel_values` of `dtype` in its
         values, shape and patch order, and `grid_thws`, int64 [1, 3].
 
-        Raises MediaError; DeviceOutOfMemoryError where the host has too little memory, OSError as the system
-        gives it; ForkedProcessError in a forked child of a process that has called this, unless Torch runs on
-        one thread there.
+        Raises MediaError; ValueError for a dtype other than float32, bfloat16 and float16;
+        DeviceOutOfMemoryError where the host has too little memory, OSError as the system gives it;
+        ForkedProcessError in a forked child of a process that has called this, unless Torch runs on one
+        thread there.
         """
+        require_dtype(dtype)
         self._check_process()
         with _memory_faults_translated():
             return self._prepare(image, dtype, image_options)
@@ -77,8 +84,8 @@ class MediaPlanner:
         here = os.getpid()
         if self._prepared_in not in (None, here) and torch.get_num_threads() > 1:
             raise ForkedProcessError(
-                "this planner prepared inputs before fork(), and the threads of Torch's pool are in the parent: "
-                "larger operations on tensors would hang here; call torch.set_num_threads(1) in the child "
+                "this planner prepared inputs before fork(), and the threads of Torch's pool are in the "
+                "parent: larger operations on tensors would hang here; call torch.set_num_threads(1) in the child "
                 "first, or start children by 'spawn'"
             )
         self._prepared_in = here

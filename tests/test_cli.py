@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from mm_encoder import CacheConfig, Encoder, ImageResult, MediaPlanner
 from mm_encoder.cli import build_app, files
 from mm_encoder.cli.terminal import printable
+from mm_encoder.families.registry import FAMILIES
 
 from .helpers.command import COMMAND, GOLDEN_IMAGES, call, picture, run
 from .helpers.waiting import HANG
@@ -751,3 +752,11 @@ def test_help_names_every_option() -> None:
 )
 def test_printable(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mm_encoder", "families"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(family.name in done.stdout for family in FAMILIES)

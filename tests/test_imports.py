@@ -27,6 +27,7 @@ LAYERS = [
     {"planner", "encoder"},
     {"__init__", "viz", "demo"},
     {"cli"},
+    {"__main__"},
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # Arrows that the ranks allow and CONTRIBUTING.md does not.

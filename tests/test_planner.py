@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,16 @@ def test_inputs_have_the_references_shape_and_dtype(glm53_checkpoint: Path, dtyp
     assert inputs["grid_thws"].tolist() == [[t, h, w]]
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float64, "float32", None])
+def test_inputs_of_another_dtype_are_refused_as_by_the_encoder(glm53_checkpoint: Path, dtype: Any) -> None:
+    message = f"dtype must be one of torch.float32, torch.bfloat16, torch.float16, got {dtype!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        MediaPlanner(glm53_checkpoint).prepare_inputs(jpeg(100, 60), dtype=dtype)
+    if dtype is not None:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            Encoder(glm53_checkpoint, device="cpu", dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("size", "error"),
     [
@@ -97,6 +108,8 @@ def test_the_planner_refuses_what_the_encoder_refuses(glm53_checkpoint: Path) ->
         planner.plan(b"nothing")
     with pytest.raises(MediaTooLargeError):
         planner.plan(np.broadcast_to(np.uint8(0), (50_000, 50_000)))
+    with pytest.raises(MediaTooLargeError, match="^the size says 60000x60000, 3600000000 pixels; the limit"):
+        planner.plan((60_000, 60_000))
 
 
 class Untouchable(np.ndarray):
@@ -146,6 +159,10 @@ def test_limits_are_configurable(glm53_checkpoint: Path) -> None:
     assert MediaPlanner(glm53_checkpoint, limits=MediaLimits(max_pixels=10**10)).plan(
         np.broadcast_to(np.uint8(0), (50_000, 50_000))
     )
+    for size in ((11, 9), (99, 1)):
+        assert MediaPlanner(glm53_checkpoint, limits=MediaLimits(max_pixels=99)).plan(size)
+    with pytest.raises(MediaTooLargeError):
+        MediaPlanner(glm53_checkpoint, limits=MediaLimits(max_pixels=99)).plan((10, 10))
     with pytest.raises(MediaTooLargeError):
         MediaPlanner(glm53_checkpoint, limits=MediaLimits(max_pixels=99)).plan(jpeg(10, 10))
     with pytest.raises(TypeError, match="limits must be a MediaLimits, got int"):

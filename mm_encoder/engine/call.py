@@ -10,7 +10,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-from ..config import require_int
+from ..config import require_count
 from ..contract import ImageResult
 from ..errors import EncoderClosedError, MMEncoderError
 from ..media.source import is_image
@@ -117,6 +117,4 @@ def _with_expected(items: Any, expected: Iterable[int] | None) -> Iterator[tuple
         raise ValueError(
             f"expected_tokens must have one count per image: got {len(counts)} for {len(items)} images"
         )
-    for count in counts:
-        require_int("expected_tokens", count, 1)
-    return zip(items, counts, strict=True)
+    return zip(items, [require_count("expected_tokens", count) for count in counts], strict=True)

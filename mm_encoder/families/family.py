@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,12 +102,12 @@ class Family(ABC):
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def open(self, image: ImageInput, limits: MediaLimits, options: ImageOptions | None) -> Source:
-        """Call `open_source`; an UnsupportedMediaError names the family."""
+        """Call `open_source`; an error about video or audio names the family."""
         with self._named_in_errors():
             return open_source(image, limits, options)
 
     def size_of(self, image: ImageInput, limits: MediaLimits, options: ImageOptions | None) -> ImageSize:
-        """Call `media.source.size_of`; an UnsupportedMediaError names the family."""
+        """Call `media.source.size_of`; an error about video or audio names the family."""
         with self._named_in_errors():
             return size_of(image, limits, options)
 
@@ -115,6 +116,8 @@ class Family(ABC):
         try:
             yield
         except UnsupportedMediaError as error:
+            if not re.search(r"\b(video|audio|animat\w+)\b", str(error)):
+                raise
             raise UnsupportedMediaError(f"{self.name} takes still images: {error}") from None
 
     @abstractmethod

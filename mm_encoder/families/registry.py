@@ -40,5 +40,9 @@ def load_family(checkpoint: str | Path, name: str | None = None) -> tuple[Checkp
     if lookalikes:
         raise CheckpointError(f"config.json is refused: {'; '.join(lookalikes)} ({described})")
     if name is None:
-        raise CheckpointError(f"no family fits config.json ({described}); try family={' or '.join(by_name)}")
+        known = ", ".join(name for family in FAMILIES for name in family.checkpoints)
+        remedy = f"; for one of these under a name of your own pass family={' or '.join(by_name)}"
+        if not isinstance(config.get("vision_config"), dict):
+            remedy = ", and config.json has no vision_config"
+        raise CheckpointError(f"no family fits config.json ({described}); supported are {known}{remedy}")
     return opened, by_name[name](opened)

@@ -6,12 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from mm_encoder import (
-    Encoder,
-)
+from mm_encoder import Encoder, PlanMismatchError
 
 from ..helpers.images import png
 from ..helpers.threads import library_threads
@@ -32,6 +31,7 @@ from ..helpers.threads import library_threads
         ({"preprocess_workers": 0}, ValueError, "preprocess_workers must be from 1 to 256"),
         ({"stream_priority": "low"}, TypeError, "stream_priority must be an int"),
         ({"dtype": torch.int8}, ValueError, "dtype must be one of"),
+        ({"dtype": "float32"}, ValueError, "dtype must be one of torch.float32, .*, got 'float32'"),
         ({"family": "other"}, ValueError, "family must be one of glm53"),
         ({"cache": object()}, TypeError, "cache must be a CacheConfig or None, got object"),
         ({"batching": object()}, NotImplementedError, "batching= is not built yet"),
@@ -53,6 +53,26 @@ def test_invalid_call_arguments_raise(encoder: Encoder) -> None:
         encoder.submit(png(10, 10), image_options={})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected_tokens must be an int, got str"):
         encoder.submit(png(10, 10), expected_tokens="16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flag", [True, np.True_, torch.tensor(True), 16.0, np.float32(16)])
+def test_expected_tokens_are_no_flags_and_no_fractions(encoder: Encoder, flag: Any) -> None:
+    message = f"expected_tokens must be an int, got {type(flag).__name__}"
+    with pytest.raises(TypeError, match=message):
+        encoder.submit(png(10, 10), expected_tokens=flag)
+    with pytest.raises(TypeError, match=message):
+        encoder.generate([png(10, 10)], expected_tokens=[flag])
+
+
+def test_expected_tokens_may_be_numpy_integers(encoder: Encoder) -> None:
+    rows = encoder.generate(png(10, 10))[0].metadata.length
+    for kind in (np.int64, np.uint8):
+        encoder.submit(png(10, 10), expected_tokens=kind(rows)).result()  # type: ignore[arg-type]
+    encoder.generate([png(10, 10)] * 2, expected_tokens=np.array([rows, rows]))
+    with pytest.raises(PlanMismatchError, match=f"expected {rows + 1} tokens, but this image makes {rows}"):
+        encoder.generate([png(10, 10)], expected_tokens=np.array([rows + 1]))
+    with pytest.raises(ValueError, match="expected_tokens must be at least 1, got 0"):
+        encoder.submit(png(10, 10), expected_tokens=np.int64(0))  # type: ignore[arg-type]
 
 
 def test_attributes_and_one_log_line_per_replica(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from concurrent.futures import Future
@@ -69,6 +70,23 @@ def test_a_callback_may_not_call_the_encoder(encoder: Encoder) -> None:
         return
     assert len(raised) == 3
     assert "cannot be called from a future's callback" in str(raised[0])
+
+
+@pytest.mark.parametrize("way", ["with", "async with"])
+def test_a_closed_encoder_is_not_entered_again(glm53_checkpoint: Path, way: str) -> None:
+    encoder = Encoder(glm53_checkpoint, device="cpu")
+    encoder.close()
+
+    async def enter() -> None:
+        async with encoder:
+            pytest.fail("the block was entered")
+
+    def enter_by_with() -> None:
+        with encoder:
+            pytest.fail("the block was entered")
+
+    with pytest.raises(EncoderClosedError, match="create a new Encoder"):
+        asyncio.run(enter()) if way == "async with" else enter_by_with()
 
 
 def leave_by_an_exception(encoder: Encoder, towers: Hold) -> None:

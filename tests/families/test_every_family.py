@@ -177,6 +177,38 @@ def test_audio_and_video_are_refused_in_the_familys_name(name: str, data: bytes,
         encoder.generate([data])
 
 
+@pytest.mark.parametrize(
+    "image",
+    [
+        b"%PDF-1.7",
+        b"8BPS" + bytes(30),
+        "photo.jpg",
+        np.zeros((2, 2, 2), np.uint8),
+        np.zeros((2, 2), np.int64),
+    ],
+    ids=["pdf", "psd", "str", "shape", "dtype"],
+)
+def test_what_is_neither_audio_nor_video_is_refused_without_the_familys_name(image: Any) -> None:
+    planner = MediaPlanner(GOLDEN / NAMES[0] / "checkpoint")
+    with pytest.raises(UnsupportedMediaError) as refused:
+        planner.prepare_inputs(image)
+    assert "still images" not in str(refused.value)
+
+
+@pytest.mark.parametrize("vision", [True, False])
+def test_an_unknown_config_lists_what_is_supported(vision: bool, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model_type": "ours"} | ({"vision_config": {}} if vision else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        MediaPlanner(tmp_path)
+    message = str(refused.value)
+    assert all(checkpoint in message for family in FAMILIES for checkpoint in family.checkpoints)
+    assert ("family=" in message) == vision
+    assert message.endswith(
+        "pass family=glm53 or kimi_k3 or deepseek41" if vision else "has no vision_config"
+    )
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_alias_names_the_family_of_an_unknown_config(name: str, tmp_path: Path) -> None:
     copied = shutil.copytree(GOLDEN / name / "checkpoint", tmp_path / "checkpoint")
