@@ -24,7 +24,6 @@ from .codec import EntryError, encode
 from .entry import DiskStats, DiskTier, Entry
 from .ledger import LEDGER_BYTES, Ledger, Lock
 
-
 _LOCK_TIMEOUT_S = 5.0  # to wait for writes of other processes
 _READER_LOCK_TIMEOUT_S = 0.1
 _LOG_EVERY_S = 60.0

@@ -19,7 +19,6 @@ from .entry import DiskStats, DiskTier, Entry
 from .key import Keys
 from .memory import MemoryTier, live_cpu_bytes_process
 
-
 Rows = Callable[[], torch.Tensor]
 """Returns a result's rows on the CPU, in storage that nothing else shares; may wait for a device."""
 
