@@ -19,6 +19,7 @@ from mm_encoder.demo import make_checkpoint
 from mm_encoder.engine.job import Job
 from mm_encoder.engine.tally import Tally
 from mm_encoder.families.glm53 import GlmTower
+from mm_encoder.locks import AskableLock
 
 from .samples import photo, temporary_folder
 from .timing import table
@@ -81,13 +82,14 @@ def _probes(checkpoint: Path, data: bytes, gate: threading.Event) -> list[list[o
             return
         raise AssertionError("the queue was not full")
 
-    tally, result = Tally(), Job(data)
+    tally, result = Tally(AskableLock()), Job(data)
     result.timings = dict.fromkeys(
         ("admission_wait", "open", "queue_wait", "hash", "decode", "patches", "replica_wait", "tower"), 1.0
     )
 
     def count() -> None:
-        tally.begun()
+        result.number, result.counted = result.number + 1, False
+        tally.begun(result)
         tally.ended(result, None)
 
     with Encoder(checkpoint, device="cpu", queue_depth=8) as encoder:

@@ -60,7 +60,7 @@ def _admit(scheduler: Scheduler, job: Job, open_image: OpenImage) -> None:
         scheduler.retire(job)
         return
     job.stage_done("admission_wait")
-    job.stage = JobState.OPENING
+    job.move_to(JobState.OPENING)
     try:
         open_image(job)
     except Exception as error:
@@ -70,7 +70,7 @@ def _admit(scheduler: Scheduler, job: Job, open_image: OpenImage) -> None:
     job.stage_done("open")
     grant = scheduler.bytes.acquire(job, job.nbytes)
     if grant is not None and not job.finished:
-        job.stage = JobState.WAITING
+        job.move_to(JobState.WAITING)
     _wait(scheduler.bytes, job, grant, until)
     job.stage_done("admission_wait")
     scheduler.enqueue(job)
@@ -96,7 +96,7 @@ async def admit_async(scheduler: Scheduler, job: Job) -> None:
 
 
 async def _admit_async(scheduler: Scheduler, job: Job) -> None:
-    def enqueue(grant: Grant) -> None:
+    def enqueue(grant: Future[None]) -> None:
         if grant.exception() is None:
             if not job.finished and job.stage is JobState.WAITING:
                 job.stage_done("admission_wait")

@@ -6,6 +6,7 @@ import queue
 import time
 
 from ..errors import DeadlineExceededError
+from ..logs import logger
 from .promise import Promise
 
 
@@ -42,10 +43,13 @@ class Deadlines:
     def run(self) -> None:
         """Fail what is late, until `end`."""
         while not self._ended:
-            self._next = None
-            self._fail_late()  # in a frame of its own: nothing is kept alive while waiting
-            self._next = min(self._watched.copy().values(), default=None)
-            self._sleep()
+            try:
+                self._next = None
+                self._fail_late()  # in a frame of its own: nothing is kept alive while waiting
+                self._next = min(self._watched.copy().values(), default=None)
+                self._sleep()
+            except BaseException:
+                logger.exception("the thread of deadlines was interrupted and goes on")
 
     def end(self) -> None:
         """End the thread; jobs still watched lose their deadlines."""
@@ -57,6 +61,7 @@ class Deadlines:
         for job, moment in self._watched.copy().items():
             if moment <= now:
                 job.fail_if_pending(_late())
+                job.complete_failing()
                 self._watched.pop(job, None)
 
     def _sleep(self) -> None:

@@ -23,8 +23,8 @@ class _Condition(threading.Condition):
         super().__init__(threading.RLock())
         self._over = False
 
-    __enter__ = property(attrgetter("_lock.__enter__"))  # type: ignore[assignment]
-    __exit__ = property(attrgetter("_lock.__exit__"))  # type: ignore[assignment]
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
 
     def notify_all(self) -> None:
         self._over = True
@@ -43,7 +43,7 @@ class _Condition(threading.Condition):
             if held is not None:
                 self._lock._acquire_restore(held)  # type: ignore[attr-defined]
             elif not self._lock._is_owned():  # type: ignore[attr-defined]
-                self._lock.acquire()  # interrupted right after it was released
+                self.acquire()  # interrupted right after it was released
             with suppress(ValueError):
                 self._waiters.remove(sleeper)  # type: ignore[attr-defined]
 
@@ -87,6 +87,8 @@ class Future(concurrent.futures.Future[T]):
 
 class Grant(Future[None]):
     """The moment at which one holder gets what it waits for, or is refused it."""
+
+    _done_callbacks: list[Callable[[Grant], object]]
 
     def resolve(self, refusal: BaseException | None = None) -> None:
         """Grant, or refuse, and call the callbacks; does again what an interrupted call may not have done."""

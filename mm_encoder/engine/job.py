@@ -94,6 +94,15 @@ class Job(Promise):
         """Where the job is. A job that is done stays so, whichever thread still works on it."""
         return JobState.DONE if self.done else self.stage
 
+    def move_to(self, state: JobState) -> None:
+        """Record how far the job has got."""
+        self.stage = state
+
+    def mark_done(self) -> JobState | None:
+        """Mark the job done. Returns its state before to the first caller, None to later ones."""
+        before, self.done = self.state, True
+        return None if before is JobState.DONE else before
+
     def stage_done(self, stage: str) -> None:
         """Add the milliseconds since the previous stage ended to `stage`."""
         now = time.perf_counter()

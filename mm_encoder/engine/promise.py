@@ -70,12 +70,16 @@ class Promise:
 
     def complete(self) -> None:
         """Bring to its end what was interrupted: give the error that was decided, or cancel."""
-        verdict = self._verdict
-        if verdict is not None:
-            if self.begun or self.start(verdict):
-                self.fail(verdict)
+        if self._verdict is not None:
+            self.complete_failing()
         elif not self.begun:
             self.future.cancel()
+
+    def complete_failing(self) -> None:
+        """Give the error that was decided, if one was and it was not given."""
+        verdict = self._verdict
+        if verdict is not None and not self.future.done() and (self.begun or self.start(verdict)):
+            self.fail(verdict)
 
     def notify_cancelled(self) -> None:
         """Wake those who wait for the cancelled future; `Future.cancel` alone leaves them waiting."""

@@ -78,7 +78,7 @@ class Scheduler:
         if not job.finished and job.stage in (JobState.WAITING, JobState.OPENING):
             if job not in self._queued:
                 insort(self._queued, job, key=_by_number)
-            job.stage = JobState.QUEUED
+            job.move_to(JobState.QUEUED)
             self._to_prepare.put(None)
         return not job.finished
 
@@ -127,7 +127,7 @@ class Scheduler:
         worker.take(job)
         if line is self._queued:
             self._preparing.add(job)
-            job.stage = JobState.PREPARING
+            job.move_to(JobState.PREPARING)
         line.remove(job)
         return True
 
@@ -155,11 +155,11 @@ class Scheduler:
         if job.finished:
             return
         if grant is not None:
-            job.stage = JobState.WAITING
+            job.move_to(JobState.WAITING)
         elif job.stage in (JobState.PREPARING, JobState.READY):
             if job not in self._ready:
                 insort(self._ready, job, key=_by_number)
-            job.stage = JobState.READY
+            job.move_to(JobState.READY)
             worker.take(None)
             self._to_run.put(None)
 
@@ -171,7 +171,7 @@ class Scheduler:
                 job = worker.job
                 assert job is not None
                 if job.start():
-                    job.stage = JobState.RUNNING
+                    job.move_to(JobState.RUNNING)
                     self._release(job)
                     job.on_start()
                     return job
@@ -240,8 +240,8 @@ class Scheduler:
     # close, no drain  cancel_waiting            that closes            the same
 
     def _on_done(self, job: Job, error: BaseException | None) -> None:
-        """Account for a job's outcome, the first of those that it is called with. Cancelling may happen in any
-        thread at any point, and does not wait for the lock.
+        """Account for a job's outcome, the first of those that it is called with. Cancelling may happen in
+        any thread at any point, and does not wait for the lock.
         """
         if isinstance(error, CancelledError):
             self._lock.ask(partial(self._account, job, error))
@@ -251,7 +251,7 @@ class Scheduler:
 
     @guarded
     def _account(self, job: Job, error: BaseException | None) -> None:
-        job.done = True
+        job.mark_done()
         self.tally.ended(job, error)
         for line in (self._queued, self._ready):
             if job in line:

@@ -13,11 +13,16 @@ _here = threading.local()
 
 
 def owned_thread(owner: object, work: Callable[[], object], name: str) -> threading.Thread:
-    """Make a thread that does `work` and is marked as belonging to `owner`."""
+    """Make a thread that does `work`, which may be called again if it raises, and is marked as belonging to
+    `owner`.
+    """
 
     def run() -> None:
         _here.owner = owner
-        work()
+        try:
+            work()
+        except BaseException:  # interrupted in its first line or its last: what is between handles everything
+            work()
 
     return threading.Thread(target=run, name=name, daemon=True)
 
@@ -34,7 +39,7 @@ class Worker:
 
     def __init__(self, name: str, owner: object) -> None:
         self.name = name
-        self.thread = owned_thread(owner, self._begin, name)
+        self.thread = owned_thread(owner, self.run, name)
         self.lost = False
         """Whether it has failed for good; its thread may be about to end."""
         self._at: tuple[Job, float] | None = None
@@ -42,12 +47,6 @@ class Worker:
     def run(self) -> None:
         """Run in the thread."""
         raise NotImplementedError
-
-    def _begin(self) -> None:
-        try:
-            self.run()
-        except BaseException:  # in its first or last line: between these it handles everything
-            self.run()
 
     @property
     def alive(self) -> bool:

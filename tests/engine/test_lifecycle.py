@@ -23,6 +23,16 @@ def test_no_thread_starts_once_the_group_is_stopped() -> None:
     assert late.ident is None
 
 
+def test_a_stopped_group_has_no_entry_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: list[object] = []
+    monkeypatch.setattr("mm_encoder.engine.lifecycle.atexit.register", entries.append)
+    monkeypatch.setattr("mm_encoder.engine.lifecycle.atexit.unregister", entries.remove)
+    group = ThreadGroup(Scheduler(1, 1, replicas=1), lambda: None)
+    assert len(entries) == 1
+    group.stop(drain=True)
+    assert entries == []
+
+
 @pytest.mark.threads
 def test_threads_of_the_group_that_stop_it_at_once_are_joined_by_one_other() -> None:
     """Two joiners would wait for each other. A caller outside waits for the joiner, too."""

@@ -26,9 +26,11 @@ IMAGE = np.zeros((30, 30, 3), np.uint8)
 
 
 class Concurrency:
-    """Counts how many images are prepared at once; each waits a little for others to arrive."""
+    """Counts how many images are prepared at once. Each waits for `enough` others; with one more than may be
+    prepared at once it waits in vain, and a missing limit is seen.
+    """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, enough: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, enough: int, limit: float) -> None:
         self.now = self.most = 0
         self._lock, self._enough = threading.Lock(), enough
         self._full = threading.Event()
@@ -40,7 +42,7 @@ class Concurrency:
                 self.most = max(self.most, self.now)
                 if self.now >= self._enough:
                     self._full.set()
-            self._full.wait(0.05)
+            self._full.wait(limit)
             try:
                 return patches(*arguments)
             finally:
@@ -56,7 +58,7 @@ def test_encoders_share_one_limit_on_preprocessing(
 ) -> None:
     """100 is the control: a limit that does not bind lets all six threads work at once."""
     monkeypatch.setattr(preprocess, "_CPUS", threading.BoundedSemaphore(cap))
-    seen = Concurrency(monkeypatch, enough=min(cap, 6))
+    seen = Concurrency(monkeypatch, enough=min(cap + 1, 6), limit=0.05 if cap < 6 else HANG)
     with ExitStack() as stack:
         encoders = [
             stack.enter_context(Encoder(glm53_checkpoint, device="cpu", preprocess_workers=2, queue_depth=8))

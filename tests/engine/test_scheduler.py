@@ -438,6 +438,25 @@ def test_an_interrupted_caller_leaves_nothing_behind(at: str, monkeypatch: pytes
     assert (held(scheduler), stats.in_flight, stats.cancelled) == ((0, 0), 0, 2)
 
 
+def test_a_lost_replica_is_accounted_for_before_its_caller_knows() -> None:
+    scheduler = Scheduler(3, 100, replicas=1)
+    worker = Worker("replica", scheduler)
+    enter(scheduler, job())
+    scheduler.finish_preparing(take(scheduler))
+    running = scheduler.next_to_run(worker)
+    assert running is not None
+    seen: list[tuple[int, bool, str | None]] = []
+
+    def look(_: object) -> None:
+        seen.append((scheduler.replicas_left, worker.lost, scheduler.tally.last_error))
+        with pytest.raises(ReplicaError):
+            scheduler.require_open()
+
+    running.future.add_done_callback(look)
+    scheduler.on_replica_lost(worker, ValueError("gone"))
+    assert seen == [(0, True, "ReplicaError: replica is lost: ValueError: gone")]
+
+
 def test_losing_the_last_replica_fails_every_job() -> None:
     scheduler = Scheduler(3, 100, replicas=2)
     worker = Worker("replica", scheduler)

@@ -60,7 +60,7 @@ class Interrupts:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        monitoring = sys.monitoring
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         events, tool = monitoring.events, monitoring.DEBUGGER_ID
         monitoring.use_tool_id(tool, "interrupts")
         for event, name in (
@@ -126,13 +126,16 @@ def _codes() -> list[CodeType]:
 def _leaving(code: CodeType) -> frozenset[int]:
     """The offsets at which a `with` block is left without an exception: `__exit__(None, None, None)`."""
     steps = list(dis.get_instructions(code))
-    return frozenset(
-        steps[index].offset
-        for index in range(len(steps) - 3)
-        if all(step.opname == "LOAD_CONST" and step.argval is None for step in steps[index : index + 3])
-        and steps[index + 3].opname == "CALL"
-        and steps[index + 3].arg == 2
-    )
+    found = set[int]()
+    for index in range(len(steps) - 3):
+        if (
+            all(step.opname == "LOAD_CONST" and step.argval is None for step in steps[index : index + 3])
+            and (steps[index + 3].opname, steps[index + 3].arg) == ("CALL", 2)
+        ):  # fmt: skip
+            found.add(steps[index].offset)
+            if steps[index - 1].opname == "SWAP":  # below what the block returns
+                found.add(steps[index - 1].offset)
+    return frozenset(found)
 
 
 def _line(frame: FrameType) -> int:
