@@ -19,6 +19,7 @@ from .contract import ImageResult
 from .engine.admission import Admission, wait_for_future
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
+from .engine.faults import as_ours
 from .engine.future import run_in_new_thread
 from .engine.job import Job
 from .pipeline import ImagePipeline
@@ -96,6 +97,9 @@ class CachedEngine:
             self._engine.require_usable()
             raise
         await wait_for_future(done)
+        error = done.exception()
+        if error is not None:
+            raise as_ours(error)
         return done.result()
 
     async def _read_disk(self, key: bytes, until: float | None) -> Entry | None:
@@ -106,7 +110,8 @@ class CachedEngine:
                 # Bounded, as not every loop takes an infinite time.
                 async with asyncio.timeout(None if until is None else min(until - time.monotonic(), 1e6)):
                     await wait_for_future(read)
-        return cache.served(read.result() if read is not None and read.done() else None)
+        found = read is not None and read.done() and read.exception() is None
+        return cache.served(read.result() if read is not None and found else None)
 
     def _watch(self, waiter: Waiter, job: Job) -> None:
         """Have the waiter of the job's caller take over the job's deadline, and notice its cancelling."""
@@ -133,13 +138,18 @@ class CachedEngine:
 class _Limits:
     """How long a lookup may take, by the job's limits as it came."""
 
+    __slots__ = "_begun", "_deadline", "_timeout"
+
     def __init__(self, job: Job) -> None:
-        self._begun, self._timeout = time.monotonic(), job.timeout
-        limits = [] if job.deadline is None else [job.deadline]
-        if job.timeout is not None:
-            limits.append(self._begun + max(job.timeout, _LEAST_DISK_WAIT_S))
-        self.disk_until = min(limits, default=None)
+        self._begun, self._timeout, self._deadline = time.monotonic(), job.timeout, job.deadline
+
+    @property
+    def disk_until(self) -> float | None:
         """Until when the disk is waited for; after that it counts as a miss."""
+        limits = [] if self._deadline is None else [self._deadline]
+        if self._timeout is not None:
+            limits.append(self._begun + max(self._timeout, _LEAST_DISK_WAIT_S))
+        return min(limits, default=None)
 
     def timeout_left(self) -> float | None:
         """Return what is left of the job's timeout for its slot."""

@@ -68,9 +68,10 @@ class DiskReads:
         if future is None:
             return None
         try:
-            return future.result(max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX)))
+            error = future.exception(max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX)))
         except TimeoutError:
             return None
+        return future.result() if error is None else None  # an error of that thread is not this one's
 
     def start(self, key: bytes) -> Future[DiskRead] | None:
         """Have a thread of the pool read, unless one does already. None if there is no thread to be had."""

@@ -52,8 +52,7 @@ class Cache:
         self._backlog_bytes = 0
         self._changed = threading.Condition(self._lock)
         self._closed = False
-        self._writer = threading.Thread(target=self._run_writer, name="mm-encoder-cache", daemon=True)
-        self._writer.start()
+        self._writer = self._start_writer()
 
     def memory(self, key: bytes) -> Entry | None:
         """Return the entry if it is in the memory tier or in the backlog after it. Does not count."""
@@ -193,12 +192,28 @@ class Cache:
             if self._backlog and self._backlog_bytes + pending.nbytes > self._max_backlog_bytes:
                 self._counts["dropped"] += 1  # rather than block the caller
                 return
+            if not self._writer.is_alive():
+                self._writer = self._start_writer()
             # The entry last: an interrupt before it leaves nothing, and bytes that the writer corrects.
             self._changed.notify_all()
             self._backlog_bytes += pending.nbytes
             self._backlog[key] = pending
 
+    def _start_writer(self) -> threading.Thread:
+        writer = threading.Thread(target=self._run_writer, name="mm-encoder-cache", daemon=True)
+        writer.start()
+        return writer
+
     def _run_writer(self) -> None:
+        while True:
+            try:
+                self._write_backlog()
+                return
+            except BaseException:  # between two results; what was not removed is written again
+                logger.exception("the cache's writer was interrupted and goes on")
+
+    def _write_backlog(self) -> None:
+        """Write until closed."""
         while True:
             with self._changed:
                 while not self._backlog and not self._closed:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
 from mm_encoder.cache.inflight import Flight, Flights
+
+from ..helpers.threads import joined, started
+from ..helpers.waiting import HANG
 
 pytestmark = pytest.mark.threads
 
@@ -63,6 +67,72 @@ def test_who_joins_work_that_runs_is_told_so() -> None:
     made.mark_running()
     made.join(late)
     assert (first.begun, late.begun) == (1, 1)
+
+
+def test_a_waiter_may_leave_where_its_own_thread_holds_the_lock() -> None:
+    """As a finalizer does that the collector runs inside it, or a signal handler."""
+    first = Waiting()
+    made, given_up = flight(first)
+    with made._lock:
+        made.leave(first)
+        assert given_up == []
+    assert not made.join(Waiting())  # whoever has the lock next does what was asked
+    assert given_up == ["None"]
+
+
+def test_leaving_does_not_wait_for_a_thread_that_holds_the_lock() -> None:
+    first = Waiting()
+    made, given_up = flight(first)
+    inside, opened = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with made._lock:
+            inside.set()
+            assert opened.wait(HANG)
+        made._lock.settle()
+
+    holder = started(hold)
+    assert inside.wait(HANG)
+    made.leave(first)
+    assert given_up == []
+    opened.set()
+    joined([holder])
+    assert given_up == ["None"]
+
+
+@pytest.mark.parametrize("visit", [0, 1])
+def test_an_interrupted_leaving_is_completed_by_whoever_comes_next(visit: int) -> None:
+    first, calls = Waiting(), list[object]()
+
+    def abandon(why: object) -> None:
+        calls.append(why)
+        if len(calls) == 1 and visit == 1:
+            raise KeyboardInterrupt
+
+    made = Flight(first, abandon)
+    remove, interrupts = made._remove, [KeyboardInterrupt]
+
+    def interrupted(*arguments: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        remove(*arguments)
+
+    if visit == 0:
+        made._remove = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        made.leave(first)
+    made.leave(first)
+    made._lock.settle()
+    assert calls == [None] * (visit + 1)
+    assert not made.is_open
+
+
+def test_a_flight_gives_its_waiters_again_until_they_are_forgotten() -> None:
+    first, second = Waiting(), Waiting()
+    made, _ = flight(first, second)
+    assert made.close() == made.close() == [first, second]
+    made.forget()
+    assert made.close() == []
 
 
 def test_one_flight_a_key() -> None:
