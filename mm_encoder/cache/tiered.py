@@ -54,7 +54,12 @@ class Cache:
         self._changed = threading.Condition(self._lock)
         self._closed = False
         self._writer = threading.Thread(target=self._run_writer, name="mm-encoder-cache", daemon=True)
-        self._writer.start()
+        try:
+            self._writer.start()
+        except BaseException:
+            if self._disk is not None:
+                self._disk.close()
+            raise
 
     def memory(self, key: bytes) -> Entry | None:
         """Return the entry if it is in the memory tier or in the backlog after it. Does not count."""

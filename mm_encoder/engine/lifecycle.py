@@ -37,8 +37,13 @@ class ThreadGroup:
         with self._lock:
             if self._sealed:
                 raise EncoderClosedError("the encoder was closed while it was being constructed")
-            thread.start()
             self._threads.append(thread)
+            try:
+                thread.start()
+            except BaseException:
+                if thread.ident is None:
+                    self._threads.remove(thread)
+                raise
 
     def threads(self) -> list[threading.Thread]:
         """Return the threads started so far."""

@@ -26,7 +26,8 @@ class Replica(Worker):
         self, index: int, settings: EncoderSettings, model: str, build_tower: BuildTower, scheduler: Scheduler
     ) -> None:
         super().__init__(f"mm-encoder-replica-{index}", scheduler)
-        self._settings, self._model, self._build_tower = settings, model, build_tower
+        self._settings, self._model = settings, model
+        self._build_tower: BuildTower | None = build_tower
         self._scheduler, self._watch = scheduler, Watch(settings.device)
         self.loaded: Future[int] = Future()
 
@@ -35,7 +36,11 @@ class Replica(Worker):
         try:
             lane = open_lane(self._settings.device, self._settings.stream_priority)
             with lane.entered(), torch.no_grad():
-                tower = self._build_tower(lane)
+                # Not kept: a shared tower is held by its builder, and must go when the last replica ends.
+                build, self._build_tower = self._build_tower, None
+                assert build is not None
+                tower = build(lane)
+                del build
                 self.loaded.set_result(lane.priority)
                 while (job := self._scheduler.next_to_run(self)) is not None:
                     self._run_job(lane, tower, job)
