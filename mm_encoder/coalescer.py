@@ -114,7 +114,12 @@ class Coalescer:
         """Open the cache. Raises CacheError."""
         transfers = open_transfers(settings.device, settings.handoff)  # first: its failure leaves no lock
         keys = partial(pipeline.cache_keys, settings.device)
-        return cls(Cache(config), keys, transfers, config.results, settings.preprocess_workers)
+        cache = Cache(config)
+        try:
+            return cls(cache, keys, transfers, config.results, settings.preprocess_workers)
+        except BaseException:
+            cache.close()
+            raise
 
     def __init__(
         self, cache: Cache, keys: Callable[[], Keys], transfers: Transfers, results: str, lookups: int

@@ -52,7 +52,12 @@ class Cache:
         self._backlog_bytes = 0
         self._changed = threading.Condition(self._lock)
         self._closed = False
-        self._writer = self._start_writer()
+        try:
+            self._writer = self._start_writer()
+        except BaseException:
+            if self._disk is not None:
+                self._disk.close()
+            raise
 
     def memory(self, key: bytes) -> Entry | None:
         """Return the entry if it is in the memory tier or in the backlog after it. Does not count."""

@@ -43,10 +43,10 @@ class Engine:
             Preprocessor(index, self.scheduler, pipeline, coalescer)
             for index in range(settings.preprocess_workers)
         ]
-        self._threads = ThreadGroup(self.scheduler, coalescer.close)
         self._pid = os.getpid()
-        weakref.finalize(self, self._threads.stop_from_gc).atexit = False
+        self._threads = ThreadGroup(self.scheduler, coalescer.close)
         try:
+            weakref.finalize(self, self._threads.stop_from_gc).atexit = False
             deadlines = owned_thread(self.scheduler, self.scheduler.deadlines.run, "mm-encoder-deadlines")
             for thread in (deadlines, *(replica.thread for replica in self._replicas)):
                 self._threads.start(thread)

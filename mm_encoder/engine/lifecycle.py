@@ -39,7 +39,12 @@ class ThreadGroup:
             if self._sealed:
                 raise EncoderClosedError("the encoder was closed while it was being constructed")
             self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:
+                if thread.ident is None:
+                    self._threads.remove(thread)
+                raise
 
     def threads(self) -> list[threading.Thread]:
         """Return the threads started so far."""

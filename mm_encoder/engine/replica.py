@@ -28,7 +28,8 @@ class Replica(Worker):
         self, index: int, settings: EncoderSettings, model: str, build_tower: BuildTower, scheduler: Scheduler
     ) -> None:
         super().__init__(f"mm-encoder-replica-{index}", scheduler)
-        self._settings, self._model, self._build_tower = settings, model, build_tower
+        self._settings, self._model = settings, model
+        self._build_tower: BuildTower | None = build_tower
         self._scheduler, self._watch = scheduler, Watch(settings.device)
         self.loaded: Future[int] = Future()
 
@@ -44,8 +45,12 @@ class Replica(Worker):
 
     def _work(self) -> None:
         lane = open_lane(self._settings.device, self._settings.stream_priority)
+        # Not kept: a shared tower is held by its builder, and must go when the last replica ends.
+        build, self._build_tower = self._build_tower, None
+        assert build is not None
         with _current(lane):
-            tower = self._build_tower(lane)
+            tower = build(lane)
+        del build
         self.loaded.set_result(lane.priority)
         while (job := self._scheduler.next_to_run(self)) is not None:
             self._run_job(lane, tower, job)

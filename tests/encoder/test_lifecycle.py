@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from mm_encoder import CheckpointError, DeviceOutOfMemoryError, Encoder
+from mm_encoder import CacheConfig, CheckpointError, DeviceOutOfMemoryError, Encoder
 from mm_encoder.engine.budget import Budget
 from mm_encoder.engine.job import Job
 from mm_encoder.families.glm53 import Glm53, GlmTower
@@ -169,6 +169,103 @@ def test_a_thread_that_cannot_start_stops_the_others(
         with pytest.raises(RuntimeError, match="can't start new thread"):
             Encoder(glm53_checkpoint, device="cpu", replicas_per_gpu=2, preprocess_workers=2)
         assert library_threads() == []
+
+
+STEPS = [
+    "coalescer.open_transfers",
+    "coalescer.Cache",
+    "cache.tiered.MemoryTier",
+    "cache.tiered._open_disk",
+    "coalescer.ThreadPoolExecutor",
+    "engine.engine.Scheduler",
+    "engine.engine.Replica",
+    "engine.engine.Preprocessor",
+    "engine.engine.ThreadGroup",
+    "engine.engine.owned_thread",
+    "engine.replica.open_lane",
+    "families.weights._read",
+    "pipeline.ImagePipeline.build_tower",
+    "pipeline.describe",
+    "pipeline.settings_reader",
+    "encoder.admission_of",
+    "encoder.native_summary",
+    *(f"thread {name}" for name in ("cache", "deadlines", "replica-0", "replica-1", "prep-0", "prep-1")),
+]
+
+
+@linux
+@pytest.mark.parametrize("step", STEPS)
+def test_a_constructor_that_fails_at_any_step_leaves_nothing(
+    glm53_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """No thread, no open file, no lock on the cache's directory, no call at the interpreter's exit."""
+    config = CacheConfig(disk_path=tmp_path / "cache", disk_bytes=2**24, max_entry_bytes=2**20)
+    settings: dict[str, Any] = {"cache": config, "replicas_per_gpu": 2, "preprocess_workers": 2}
+    at_exit: list[Any] = []
+    Encoder(glm53_checkpoint, device="cpu", **settings).close()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    start = threading.Thread.start
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise MemoryError("this step fails")
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == f"mm-encoder-{step.removeprefix('thread ')}":
+            raise MemoryError("this step fails")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mm_encoder.engine.lifecycle.atexit.register", at_exit.append)
+        patch.setattr("mm_encoder.engine.lifecycle.atexit.unregister", at_exit.remove)
+        if step.startswith("thread "):
+            patch.setattr(threading.Thread, "start", refused)
+        else:
+            patch.setattr(f"mm_encoder.{step}", failing)
+        with pytest.raises((MemoryError, DeviceOutOfMemoryError)):
+            Encoder(glm53_checkpoint, device="cpu", **settings)
+    assert library_threads() == []
+    assert at_exit == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    with Encoder(glm53_checkpoint, device="cpu", **settings) as encoder:
+        assert encoder.generate(IMAGE)
+
+
+@pytest.mark.parametrize("share_weights", [False, True])
+@pytest.mark.parametrize("cache", [None, CacheConfig()])
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("ending", ["used", "failed", "lost"])
+def test_close_frees_the_weights_whatever_is_still_held(
+    glm53_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    share_weights: bool,
+    cache: CacheConfig | None,
+    replicas: int,
+    ending: str,
+) -> None:
+    built: list[weakref.ref[GlmTower]] = []
+    build = Glm53.build_tower
+
+    def watched(*arguments: Any) -> GlmTower:
+        tower = build(*arguments)
+        built.append(weakref.ref(tower))
+        return tower
+
+    monkeypatch.setattr(Glm53, "build_tower", watched)
+    settings: dict[str, Any] = {"share_weights": share_weights, "cache": cache, "replicas_per_gpu": replicas}
+    encoder = Encoder(glm53_checkpoint, device="cpu", **settings)
+    held: list[Any] = [*encoder.generate([IMAGE, png()])]
+    if ending != "used":
+        monkeypatch.setattr(GlmTower, "forward", lambda *_: 1 / 0)
+        if ending == "lost":
+            monkeypatch.setattr("mm_encoder.device.CpuLane.drain", lambda _: False)
+        failing = encoder.submit(png(seed=9))
+        held += [failing, failing.exception(HANG)]
+    encoder.close()
+    gc.collect()
+    assert [watch() for watch in built] == [None] * (1 if share_weights else replicas)
+    assert held
+    assert encoder.health().state == "closed"
 
 
 @pytest.mark.parametrize(
