@@ -71,7 +71,7 @@ def expand_home(name: str, path: str | Path) -> Path:
         ) from None
 
 
-_FORMATS = frozenset({"AVIF", "BMP", "GIF", "HEIC", "JPEG", "PNG", "TIFF", "WebP"})
+_FORMATS = ("AVIF", "BMP", "GIF", "HEIC", "JPEG", "PNG", "TIFF", "WebP")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +93,15 @@ class MediaLimits:
         object.__setattr__(self, "formats", _checked_formats(self.formats))
 
 
-def _checked_formats(formats: object) -> frozenset[str]:
+def _checked_formats(formats: object) -> tuple[str, ...]:
     if isinstance(formats, (str, bytes)) or not isinstance(formats, Collection):
         raise TypeError(f"formats must be a collection of names, got {type(formats).__name__}")
     names = {name.lower(): name for name in _FORMATS}
     unknown = [name for name in formats if not isinstance(name, str) or name.lower() not in names]
     if unknown or not formats:
         got = repr(unknown[0]) if unknown else "none"
-        raise ValueError(f"formats must be among {', '.join(sorted(_FORMATS))}; got {got}")
-    return frozenset(names[name.lower()] for name in formats)
+        raise ValueError(f"formats must be among {', '.join(_FORMATS)}; got {got}")
+    return tuple(sorted({names[name.lower()] for name in formats}))
 
 
 def media_limits(limits: MediaLimits | None) -> MediaLimits:

@@ -11,13 +11,15 @@
     ├─ EncoderClosedError                   the encoder was closed
     ├─ EncoderBusyError                     no slot or bytes became free within `timeout`
     ├─ DeadlineExceededError                the caller's `deadline` passed before the tower began
-    ├─ ForkedProcessError                   the encoder was created before fork()
+    ├─ ForkedProcessError                   threads that this call needs are in the parent of a fork()
     ├─ ReplicaError                         the engine failed; chained to its cause
     │  └─ DeviceOutOfMemoryError            that job did not fit; the encoder goes on
     └─ CacheError                           the cache cannot be opened as configured
        └─ CacheLockedError                  another encoder uses its directory; has the path
 
-Arguments of the wrong type or out of range raise TypeError or ValueError as anywhere in Python.
+Arguments of the wrong type or out of range raise TypeError or ValueError as anywhere in Python. What the
+system refuses while an image is read (a descriptor, a read) is the OSError that it gave; a path that is
+missing, a folder or not permitted is a MediaError.
 """
 
 
@@ -68,7 +70,9 @@ class DeadlineExceededError(MMEncoderError):
 
 
 class ForkedProcessError(MMEncoderError):
-    """The encoder was created before fork(), and its threads are in the parent; create one in the child."""
+    """The encoder was created before fork(), and its threads are in the parent: create one in the child. Or a
+    planner prepared inputs there, and the threads of Torch's pool are in the parent.
+    """
 
 
 class ReplicaError(MMEncoderError):

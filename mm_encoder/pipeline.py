@@ -16,6 +16,7 @@ from .engine.protocols import TowerFunction
 from .errors import PlanMismatchError
 from .families.family import Family
 from .media.header import check_source_bytes
+from .media.kinds import check_narrowed
 from .media.source import encoded_hash
 from .numerics import describe, settings_reader
 from .runtime import versions
@@ -63,6 +64,7 @@ class ImagePipeline:
         """Return the `mm_hash` of an image that has no place in the queue yet; its snapshot is not kept."""
         if type(job.image) is bytes:  # immutable; what is in it is checked when it is not found
             check_source_bytes(len(job.image), self.limits)
+            check_narrowed(job.image, self.limits)
             return encoded_hash(self.model, job.image)
         assert job.image is not None
         return self.family.open(job.image, self.limits, job.options).mm_hash(self.model)
@@ -89,6 +91,6 @@ class ImagePipeline:
             "weights": checkpoint.digest(family.tensor_prefixes),
             "dtype": str(self.dtype),
             "attention": "scaled_dot_product_attention, one image at a time",
-            **{name: versions()[name] for name in ("numpy", "pillow", "simplejpeg")},
+            **{name: versions()[name] for name in ("numpy", "pillow", "simplejpeg", "pillow-heif")},
             **describe(device),
         }

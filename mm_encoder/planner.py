@@ -84,9 +84,9 @@ class MediaPlanner:
         here = os.getpid()
         if self._prepared_in not in (None, here) and torch.get_num_threads() > 1:
             raise ForkedProcessError(
-                "this planner prepared inputs before fork(), and the threads of Torch's pool are in the "
-                "parent: larger operations on tensors would hang here; call torch.set_num_threads(1) in the child "
-                "first, or start children by 'spawn'"
+                "this planner prepared inputs before fork(), and the threads of Torch's pool stayed in the "
+                "parent: larger operations on tensors would hang here; call torch.set_num_threads(1) in the "
+                "child first, or start children by 'spawn'"
             )
         self._prepared_in = here
 

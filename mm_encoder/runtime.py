@@ -87,7 +87,7 @@ def native_summary() -> str:
 
 def versions() -> Mapping[str, str]:
     """Return the versions of the packages besides Torch that a result depends on."""
-    return {name: _version(name) for name in ("numpy", "pillow", "simplejpeg", "safetensors")}
+    return {name: _version(name) for name in ("numpy", "pillow", "simplejpeg", "pillow-heif", "safetensors")}
 
 
 def _version(package: str) -> str:

@@ -36,6 +36,7 @@ from mm_encoder import (
     MediaTooLargeError,
     PlanMismatchError,
     ReplicaError,
+    UnsupportedMediaError,
 )
 from mm_encoder.cache.inflight import Flight
 from mm_encoder.cache.memory import live_cpu_bytes_process
@@ -919,3 +920,14 @@ def test_a_callback_may_close_an_encoder_with_a_cache(make: Make, work: Work) ->
     encoder.submit(png()).add_done_callback(on_result)
     assert closed.wait(HANG)
     encoder.close()
+
+
+def test_a_hit_is_of_an_allowed_format_too(glm53_checkpoint: Path, tmp_path: Path) -> None:
+    cache = CacheConfig(disk_path=tmp_path / "rows", disk_bytes=4 * MIB, max_entry_bytes=MIB)
+    with Encoder(glm53_checkpoint, device="cpu", cache=cache) as encoder:
+        encoder.generate(png())
+    narrowed = MediaLimits(formats=["JPEG"])
+    with Encoder(glm53_checkpoint, device="cpu", cache=cache, limits=narrowed) as encoder:
+        with pytest.raises(UnsupportedMediaError, match="not among the formats"):
+            encoder.generate(png())
+        assert encoder.cache_stats().disk_hits == 0

@@ -25,7 +25,7 @@ from ..runtime import identity
 EXPECTED_ERRORS = (MMEncoderError, ValueError, OSError, MemoryError, SafetensorError)
 """Errors caused by an image, an argument or a file: reported in one line, without a traceback."""
 
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"}
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".avif", ".tif", ".tiff", ".heic", ".heif"}
 
 
 class Input(NamedTuple):

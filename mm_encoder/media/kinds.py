@@ -156,6 +156,15 @@ def _iso_kind(data: bytes) -> str:
 # --- formats -----------------------------------------------------------------------------------------
 
 
+def check_narrowed(data: bytes, limits: MediaLimits) -> None:
+    """Raise as `kind_allowed` if `limits` allow less than every format; look at nothing otherwise."""
+    if limits.formats != _EVERY_FORMAT:
+        kind_allowed(data, limits)
+
+
+_EVERY_FORMAT = MediaLimits().formats
+
+
 def kind_allowed(data: bytes, limits: MediaLimits) -> str:
     """Return the kind of an encoded image if it is decoded here and `limits` allow it.
 
@@ -164,7 +173,7 @@ def kind_allowed(data: bytes, limits: MediaLimits) -> str:
     kind = sniff(data)
     if kind in limits.formats:
         return kind
-    allowed = ", ".join(sorted(limits.formats))
-    if kind in MediaLimits().formats:
+    allowed = ", ".join(limits.formats)
+    if kind in _EVERY_FORMAT:
         raise UnsupportedMediaError(f"{kind} is not among the formats that MediaLimits allow ({allowed})")
     raise UnsupportedMediaError(f"{kind} is not decoded here; convert it to one of {allowed}")

@@ -52,7 +52,7 @@ def test_what_is_not_decoded_is_named_in_plan_and_decoder(
 
 def test_formats_may_be_narrowed(glm53_checkpoint: Path) -> None:
     limits = MediaLimits(formats=["jpeg", "webp"])
-    assert limits.formats == {"JPEG", "WebP"}
+    assert limits.formats == ("JPEG", "WebP")
     assert hash(limits) == hash(MediaLimits(formats=("WebP", "JPEG")))
     planner = MediaPlanner(glm53_checkpoint, limits=limits)
     png, jpeg = saved(noise(60, 60), "PNG"), saved(noise(60, 60), "JPEG")
