@@ -197,12 +197,17 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class EncoderStats:
-    """Counts of the images that reached the engine since construction; cache hits do not.
+    """Counts of the engine's jobs since construction: one per image that came to the queue.
 
-    Every image ends as exactly one of `succeeded`, `failed`, `cancelled`, `late` (its deadline passed),
-    `refused` (queue full, or closed) and `joined` (with a cache: another job or memory has the result), or is
-    `in_flight`. `errors` has (class name, count) pairs of the failed. `stages` covers up to 1024 recent
-    results and includes `total`; empty before the first.
+    Every job ends as exactly one of `succeeded`, `failed`, `cancelled`, `late` (its deadline passed),
+    `refused` (queue full, or closed while it waited for a slot) and `joined` (with a cache: another job or
+    memory has the result), or is `in_flight`. `errors` has (class name, count) pairs of the failed. `stages`
+    covers up to 1024 recent results and includes `total`; empty before the first.
+
+    Not counted: calls that raise at once (closed, no replica left, an invalid argument). With a cache also
+    callers without a job of their own, whatever they receive: hits, those that joined another caller's job,
+    and those whose lookup failed or that left during it. A job with several callers is `late` or `cancelled`
+    only if the last of them left for this reason.
     """
 
     requests: int
@@ -220,7 +225,8 @@ class EncoderStats:
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """A cache's counts since it was opened, and its contents. A lookup counts once, as a hit in memory or on
-    disk, as `joined` (got another job's result) or as a miss; as none if it ended before decoding.
+    disk, as `joined` (waits for another job, whatever comes of it) or, when its image is about to be decoded,
+    as a miss. One that failed, was refused, cancelled or late before that counts as none.
 
     `bypasses` are results larger than `max_entry_bytes`; `dropped` were not written to disk, because the
     backlog was full or the write failed; `stalled` are lookups that went on as a miss, because the disk took

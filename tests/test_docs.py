@@ -440,6 +440,10 @@ def test_python_blocks_run(
         record = logging.makeLogRecord({"mm_event": "ready"})
         names["events"].emit(record)
         assert names["events"].counts == {"ready": 1}
+        numbers = {f.name for cls in (EncoderStats, CacheStats) for f in fields(cls) if f.type == "int"}
+        assert names["GAUGES"] < numbers
+        types = [line for line in names["lines"] if line.startswith("# TYPE")]
+        assert {re.sub(r"^# TYPE mm_(encoder|cache)_|(_total)? \w+$", "", line) for line in types} == numbers
 
 
 def script() -> ModuleType:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -14,11 +17,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from .helpers.waiting import HANG
+from mm_encoder import Encoder, MediaLimits
+
+from .helpers.holding import hold_towers
+from .helpers.waiting import HANG, until
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -94,7 +102,7 @@ def test_the_second_process_reads_what_the_first_has_written(tmp_path: Path) -> 
 @contextmanager
 def service(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     run = subprocess.Popen(
-        command("asyncio_service.py", "--port", 0, *arguments),
+        command("asyncio_service.py", "--port", 0, "--receive", HANG, *arguments),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -129,6 +137,17 @@ def test_the_service_answers_and_closes_cleanly() -> None:
         assert answer(f"{url}/embed", png[:-40])[0] == 400
         assert answer(f"{url}/embed", b"%PDF-1.7")[0] == 415
         assert answer(f"{url}/elsewhere")[0] == 404
+        with urllib.request.urlopen(f"{url}/metrics", timeout=HANG) as response:
+            assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            metrics = response.read().decode()
+        for line in (
+            'mm_encoder_responses_total{status="404"} 1',
+            'mm_encoder_images_total{outcome="succeeded"} 1',
+            'mm_encoder_errors_total{error="UnsupportedMediaError"} 1',
+            "mm_encoder_images_in_flight 0",
+        ):
+            assert line in metrics.splitlines()
+        assert_prometheus(metrics)
         run.send_signal(signal.SIGTERM)
         printed, errors = run.communicate(timeout=HANG)
         assert (run.returncode, errors) == (0, "")
@@ -154,6 +173,120 @@ def test_an_overloaded_service_answers_429_and_loses_nothing_that_it_accepted(tm
 def test_an_image_that_is_late_gets_504() -> None:
     with service("--deadline", 0) as (_, url):
         assert answer(f"{url}/embed", (IMAGES / "a.png").read_bytes())[0] == 504
+
+
+def assert_prometheus(text: str) -> None:
+    """Check for the text format: each metric has its type first, and then all of its values."""
+    assert text.endswith("\n")
+    seen: list[str] = []
+    for line in text.splitlines():
+        if comment := re.fullmatch(r"# TYPE (mm_encoder_\w+) (counter|gauge)", line):
+            assert (comment[2] == "counter") == comment[1].endswith("_total")
+            assert comment[1] not in seen
+            seen.append(comment[1])
+            continue
+        value = re.fullmatch(r'(mm_encoder_\w+)(\{[a-z]+="\w+"\})? ([0-9.e+-]+)', line)
+        assert value is not None, line
+        assert value[1] == seen[-1]
+        float(value[3])
+
+
+class Served:
+    """The service of the example on a loop of this process, around a tower that a test can hold."""
+
+    def __init__(self, encoder: Encoder, open_requests: int = 9) -> None:
+        spec = importlib.util.spec_from_file_location("asyncio_service", EXAMPLES / "asyncio_service.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        options = argparse.Namespace(patience=HANG, deadline=HANG, receive=HANG, open_requests=open_requests)
+        self.service = module.Service(encoder, MediaLimits(), options)
+
+    async def __aenter__(self) -> Served:
+        self.server = await asyncio.start_server(self.service.handle, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.close()
+        if self.service.handlers:
+            await asyncio.wait(self.service.handlers)
+
+    async def send(self, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Post an image, and do not wait for the answer."""
+        reader, writer = await asyncio.open_connection(*self.server.sockets[0].getsockname())
+        writer.write(b"POST /embed HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        return reader, writer
+
+
+async def status_of(client: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> tuple[int, str]:
+    """Status and head of the answer."""
+    reader, writer = client
+    head = (await reader.read()).decode().partition("\r\n\r\n")[0]
+    writer.close()
+    return int(head.split()[1]), head
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["closed", "half closed"])
+def test_an_image_whose_client_has_gone_gives_its_slot_to_another(
+    half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = (IMAGES / "a.png").read_bytes()
+
+    async def main(encoder: Encoder) -> None:
+        async with Served(encoder) as served:
+            first = await served.send(body)
+            await asyncio.to_thread(towers.wait)
+            gone = await served.send(body)
+            await asyncio.to_thread(until, lambda: encoder.health().queue_length == 1)
+            waiting = await served.send(body)
+            await asyncio.to_thread(until, lambda: encoder.health().waiting == 1)
+            gone[1].write_eof() if half else gone[1].close()
+            await asyncio.to_thread(until, lambda: encoder.stats().cancelled == 1)
+            await asyncio.to_thread(until, lambda: encoder.health().waiting == 0)
+            towers.release()
+            assert [(await status_of(client))[0] for client in (first, waiting)] == [200, 200]
+            gone[1].close()
+            await asyncio.to_thread(until, lambda: not served.service.handlers)
+            assert served.service.responses == {200: 2, 499: 1}
+
+    with hold_towers(monkeypatch) as towers, Encoder(CHECKPOINT, device="cpu", queue_depth=1) as encoder:
+        asyncio.run(asyncio.wait_for(main(encoder), HANG))
+        assert (encoder.stats().succeeded, encoder.stats().cancelled) == (2, 1)
+
+
+def test_a_running_image_whose_client_has_gone_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(encoder: Encoder) -> None:
+        async with Served(encoder) as served:
+            client = await served.send((IMAGES / "a.png").read_bytes())
+            await asyncio.to_thread(towers.wait)
+            client[1].close()
+            await asyncio.to_thread(until, lambda: served.service.responses[499] == 1)
+            assert encoder.stats().in_flight == 1
+            towers.release()
+
+    with hold_towers(monkeypatch) as towers, Encoder(CHECKPOINT, device="cpu") as encoder:
+        asyncio.run(asyncio.wait_for(main(encoder), HANG))
+    assert (encoder.stats().succeeded, encoder.stats().cancelled) == (1, 0)
+
+
+def test_no_more_bodies_are_read_than_requests_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (IMAGES / "a.png").read_bytes()
+
+    async def main(encoder: Encoder) -> None:
+        async with Served(encoder, open_requests=2) as served:
+            accepted = [await served.send(body) for _ in range(2)]
+            await asyncio.to_thread(until, lambda: len(served.service.handlers) == 2)
+            status, head = await status_of(await served.send(b""))
+            assert (status, "\r\nRetry-After: 1\r\n" in head) == (503, True)
+            towers.release()
+            assert [(await status_of(client))[0] for client in accepted] == [200, 200]
+            assert (await status_of(await served.send(body)))[0] == 200  # the refused one has left no trace
+
+    with hold_towers(monkeypatch) as towers, Encoder(CHECKPOINT, device="cpu") as encoder:
+        asyncio.run(asyncio.wait_for(main(encoder), HANG))
+        assert encoder.stats().requests == 3
 
 
 def test_no_example_is_left_out() -> None:
