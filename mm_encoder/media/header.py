@@ -104,6 +104,8 @@ def _read_png(data: bytes) -> Header:
     width, height = struct.unpack_from(">II", data, 16)
     metadata: Metadata = {}
     for name, start, end in png_chunks(data):
+        if name == b"IDAT":
+            continue
         if name == b"eXIf":
             metadata[EXIF] = data[start:end]
         elif name in (b"tEXt", b"zTXt", b"iTXt"):
