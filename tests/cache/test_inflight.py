@@ -118,7 +118,7 @@ def test_an_interrupted_leaving_is_completed_by_whoever_comes_next(visit: int) -
         remove(*arguments)
 
     if visit == 0:
-        made._remove = interrupted  # type: ignore[method-assign]
+        made._remove = interrupted  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
         made.leave(first)
     made.leave(first)
