@@ -127,7 +127,7 @@ def test_an_interrupted_caller_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("error", [SystemExit, MemoryError])
-@pytest.mark.parametrize("role", ["cache", "read", "lookup"])
+@pytest.mark.parametrize("role", ["cache", "read"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_interrupted_thread_of_the_library_leaves_nothing_behind(
     glm53_checkpoint: Path, tmp_path: Path, role: str, error: type[BaseException]
