@@ -620,6 +620,7 @@ def test_an_image_cancelled_while_it_moves_to_another_flight_leaves_that(
     second: Future[ImageResult]
     with monkeypatch.context() as patch:
         patch.setattr(coalescer, "find", lambda *_: LookUp.MISS)
+        second: Future[ImageResult]
         # Once it has joined, and before it is attached.
         patch.setattr(Flight, "forget", lambda _: second.cancelled() or second.cancel())
         first = encoder.submit(png())

@@ -67,7 +67,8 @@ def _run(queue: _Queue, idle: threading.Semaphore) -> None:
         if item is None:
             queue.put(None)  # for the next
             return
-        _do(*item)
+        with suppress(BaseException):  # whatever strikes there ends no thread
+            _do(*item)
         del item  # an idle thread keeps nothing alive
 
 

@@ -79,6 +79,8 @@ class DiskReads:
             read = self._read(key)
             if read.future is None:
                 read.future = self._pool.submit(read.run)
+                # Also if the thread was struck before it read.
+                read.future.add_done_callback(lambda _: self._forget_unless_running(key))
             return read.future
         except RuntimeError:  # the system has no more threads, or the cache was closed
             self._forget_unless_running(key)
