@@ -24,7 +24,7 @@ from ..helpers.waiting import HANG, nothing_left, until
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="sys.monitoring came with Python 3.12")
 
 ALL = bool(os.environ.get("STRESS"))
-SAMPLE, THREAD_SAMPLE = 40, 10
+SAMPLE, THREAD_SAMPLE = 40, 5
 """Places per scenario, spread over all, unless STRESS is set; each in a thread of ours takes an encoder."""
 PARTS = ("cached.py", "coalescer.py", "cache")
 IMAGES = [np.full((30, 30, 3), seed, np.uint8) for seed in range(3)]
@@ -127,7 +127,7 @@ def test_an_interrupted_caller_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("error", [SystemExit, MemoryError])
-@pytest.mark.parametrize("role", ["cache", "read"])
+@pytest.mark.parametrize("role", ["cache", "read", "lookup", "prep"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_interrupted_thread_of_the_library_leaves_nothing_behind(
     glm53_checkpoint: Path, tmp_path: Path, role: str, error: type[BaseException]
