@@ -354,20 +354,8 @@ def test_a_child_forked_while_a_lock_is_held_does_not_block(glm53_checkpoint: Pa
         it = encoder(queue_depth=2)
 
         def locks():
-            scheduler = it._engine.scheduler
-            return {
-                "scheduler": scheduler,
-                "slots": scheduler.slots,
-                "bytes": scheduler.bytes,
-                "tally": scheduler.tally,
-                "deadlines": scheduler.deadlines,
-            }
-
-        def lock_of(part):
-            if isinstance(part, threading.Condition):
-                return part
-            (lock,) = [value for value in vars(part).values() if hasattr(value, "acquire")]
-            return lock
+            lock = it._engine.scheduler._lock
+            return {"lock": lock, "following": lock._following, "threads": it._engine._threads._lock}
 
         async def main():
             running = it.submit(IMAGE)
@@ -380,7 +368,7 @@ def test_a_child_forked_while_a_lock_is_held_does_not_block(glm53_checkpoint: Pa
                 inside, leave = threading.Event(), threading.Event()
 
                 def stay():
-                    with lock_of(part):
+                    with part:
                         inside.set()
                         leave.wait()
 
