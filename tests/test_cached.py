@@ -617,7 +617,6 @@ def test_an_image_cancelled_while_it_moves_to_another_flight_leaves_that(
     work.hold()
     blocker = encoder.submit(png(9))
     work.wait()
-    second: Future[ImageResult]
     with monkeypatch.context() as patch:
         patch.setattr(coalescer, "find", lambda *_: LookUp.MISS)
         second: Future[ImageResult]
