@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -52,8 +52,12 @@ class Future(concurrent.futures.Future[T]):
     """A future whose cancellation is noticed even if its callbacks are interrupted."""
 
     def __init__(self) -> None:
-        super().__init__()
+        # As the base class does, but for the condition: making two would be half the cost of a cache hit.
         self._condition = _Condition()
+        self._state = "PENDING"
+        self._result = self._exception = None
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
         self.on_cancel: Callable[[Future[T]], object] = _nothing
         """Called whenever it is found cancelled by `cancel`; must hold no job."""
 
