@@ -162,7 +162,7 @@ class Coalescer:
             waiter.resolve(partial(self._result, entry, waiter))
             return LookUp.HIT
         flight = self._flights.find(key)
-        waiter.flight = flight  # before it joins: whoever cancels from now on leaves it
+        waiter.flight = flight  # before it joins: a caller that cancels from now on leaves it
         if flight is None or not flight.join(waiter):
             waiter.flight = None
             return LookUp.MISS
@@ -218,10 +218,10 @@ class Coalescer:
                 return partial(job.fail_if_pending, Joined())
 
     def _deliver_cached(self, flight: JobFlight, job: Job, entry: Entry) -> None:
-        self._land(flight, lambda waiter: waiter.resolve(partial(self._result, entry, waiter)))
+        self._finish_flight(flight, lambda waiter: waiter.resolve(partial(self._result, entry, waiter)))
         job.fail_if_pending(Joined())
 
-    def _land(self, flight: Flight[Waiter], give: Callable[[Waiter], object]) -> None:
+    def _finish_flight(self, flight: Flight[Waiter], give: Callable[[Waiter], object]) -> None:
         """End a flight and `give` each of its waiters the outcome, the rest also after an exception. It may
         be landed again: who has an outcome keeps it.
         """
@@ -245,23 +245,23 @@ class Coalescer:
             self._land_with(flight, future)
         except BaseException as error:
             # An interrupt of this thread, which is not the waiters' own.
-            self._land(flight, lambda waiter, cause=error: waiter.reject(cause))  # type: ignore[misc]
+            self._finish_flight(flight, lambda waiter, cause=error: waiter.reject(cause))  # type: ignore[misc]
             raise
 
     def _land_with(self, flight: JobFlight, future: Future[ImageResult]) -> None:
         if future.cancelled():
-            self._land(flight, Waiter.cancel)
+            self._finish_flight(flight, Waiter.cancel)
             return
         error = future.exception()
         if error is not None:
-            self._land(flight, lambda waiter: waiter.reject(copy_error(error)))
+            self._finish_flight(flight, lambda waiter: waiter.reject(copy_error(error)))
             return
         result = future.result()
         try:
             self._store(flight, result)
         except Exception:
             self.cache.log_error("a result could not be cached")
-        self._land(flight, lambda waiter: waiter.resolve(partial(self._for_consumer, result, flight, waiter)))
+        self._finish_flight(flight, lambda waiter: waiter.resolve(partial(self._for_consumer, result, flight, waiter)))
 
     def _for_consumer(self, result: ImageResult, flight: JobFlight, waiter: Waiter) -> ImageResult:
         if result.tensor.device.type != "cpu" and waiter.consumer != flight.consumer:

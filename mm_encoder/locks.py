@@ -18,7 +18,7 @@ class AskableLock:
     """A reentrant lock with two lists of work: what was asked for under it, and what follows it.
 
     A finalizer or a signal handler may interrupt a thread that holds the lock, so what they change is not
-    done by waiting but by `ask`. Whoever holds the lock calls `settle` afterwards; `guarded` does both.
+    done by waiting but by `ask`. The holder of the lock calls `settle` afterwards; `guarded` does both.
     Work stays in its list until it was done, and is done again if it was interrupted: doing it twice must
     change nothing.
 
@@ -42,7 +42,7 @@ class AskableLock:
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def ask(self, work: Work) -> None:
-        """Do `work` under the lock: now if it is free, otherwise whoever holds it does. Never waits."""
+        """Do `work` under the lock: now if it is free, otherwise its holder does. Never waits."""
         self._asked.append(work)
         self.settle()
 
@@ -51,7 +51,7 @@ class AskableLock:
         self._afterwards.append(work)
 
     def settle(self) -> None:
-        """Do what was asked for, unless the lock is held: then whoever holds it does it later."""
+        """Do what was asked for, unless the lock is held: then its holder does it later."""
         while self._asked and not self.held():
             if not _do_all(self._asked, self._attempt):
                 break

@@ -139,7 +139,7 @@ class Flights(Generic[A]):
 
     def finish(self, flight: Flight[A]) -> list[A]:
         """Close a flight, remove it, and return its waiters."""
-        waiters = flight.close()  # first: whoever claims its key from now on sees that it is closed
+        waiters = flight.close()  # first: the next flight to claim its key sees that it is closed
         with self._lock:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]

@@ -1,4 +1,4 @@
-"""The producer's side of a caller's future: one outcome, whoever races to give it."""
+"""The producer's side of a caller's future: one outcome, whichever thread gives it first."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ class Scheduler:
         """Release everything that a finished job holds. If it was cancelled a moment ago, account for that
         and notify its waiters first.
         """
-        if not job.begun:  # else whoever began to give the outcome accounts for it
+        if not job.begun:  # else the thread that began to give the outcome accounts for it
             self._on_done(job, CancelledError())
         if job.future.cancelled():
             job.notify_cancelled()
