@@ -24,7 +24,7 @@ from ..helpers.waiting import HANG, nothing_left, until
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="sys.monitoring came with Python 3.12")
 
 ALL = bool(os.environ.get("STRESS"))
-SAMPLE, THREAD_SAMPLE = 40, 5
+SAMPLE, THREAD_SAMPLE = 8, 2
 """Places per scenario, spread over all, unless STRESS is set; each in a thread of ours takes an encoder."""
 PARTS = ("cached.py", "coalescer.py", "cache")
 IMAGES = [np.full((30, 30, 3), seed, np.uint8) for seed in range(3)]

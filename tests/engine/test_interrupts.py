@@ -22,7 +22,7 @@ from ..helpers.waiting import HANG, nothing_left, until
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="sys.monitoring came with Python 3.12")
 
 ALL = bool(os.environ.get("STRESS"))
-SAMPLE = 24
+SAMPLE = 10
 """Places per scenario, spread over all, unless STRESS is set."""
 PARTS = ("engine", "locks.py", "encoder.py")
 IMAGE = np.zeros((30, 30, 3), np.uint8)
