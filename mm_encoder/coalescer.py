@@ -261,7 +261,9 @@ class Coalescer:
             self._store(flight, result)
         except Exception:
             self.cache.log_error("a result could not be cached")
-        self._finish_flight(flight, lambda waiter: waiter.resolve(partial(self._for_consumer, result, flight, waiter)))
+        self._finish_flight(
+            flight, lambda waiter: waiter.resolve(partial(self._for_consumer, result, flight, waiter))
+        )
 
     def _for_consumer(self, result: ImageResult, flight: JobFlight, waiter: Waiter) -> ImageResult:
         if result.tensor.device.type != "cpu" and waiter.consumer != flight.consumer:

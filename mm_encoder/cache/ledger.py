@@ -24,6 +24,8 @@ def lock(path: str, *, shared: bool) -> Lock:
     """Create the directory of a files backend if it is missing, and lock it. Raises CacheError."""
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
+    except FileExistsError as error:
+        raise CacheError(f"{path} cannot be used as a cache directory: it is a file") from error
     except OSError as error:
         raise CacheError(f"{path} cannot be used as a cache directory: {error.strerror}") from error
     remedy = ", or open it with shared=True in all of them"

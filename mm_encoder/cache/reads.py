@@ -97,8 +97,8 @@ class DiskReads:
         """End the threads that do not read; nobody waits for those that do."""
         self._pool.close()
 
-    # The table only saves reads. A mark that is left there by an interrupt blocks nobody: the next reader that finds it
-    # reads as if it were its own.
+    # The table only saves reads. A mark that is left there by an interrupt blocks nobody: the next reader
+    # that finds it reads as if it were its own.
 
     def _read(self, key: bytes) -> DiskRead:
         return self._reads.setdefault(key, DiskRead(partial(self._load_and_forget, key)))

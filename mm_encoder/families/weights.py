@@ -37,7 +37,8 @@ class Checkpoint:
             raise TypeError(f"the checkpoint must be a path, got {type(path).__name__}")
         self.path = expand_home("checkpoint", path)
         if not self.path.is_dir():
-            raise CheckpointError(f"the checkpoint must be a directory, got {str(path)!r}")
+            what = "which is none" if self.path.exists() else "which does not exist; nothing is downloaded"
+            raise CheckpointError(f"the checkpoint must be a directory, got {str(path)!r}, {what}")
         config = self.read_json("config.json")
         if config is None:
             raise CheckpointError(f"no config.json in {str(path)!r}")
@@ -156,7 +157,10 @@ class Checkpoint:
                         raise CheckpointError(f"{tensor} is in both {files[tensor]} and {name}")
                     files[tensor] = name
         if not files:
-            raise CheckpointError(f"no safetensors file with tensors in {str(self.path)!r}")
+            raise CheckpointError(
+                f"no safetensors file with tensors in {str(self.path)!r}: the weights are missing; finish "
+                "the download (MediaPlanner needs none)"
+            )
         return files
 
     def _by_file(self, names: Iterable[str]) -> Mapping[str, Sequence[str]]:
@@ -180,7 +184,7 @@ class Checkpoint:
             pointer = False
         if pointer:
             return CheckpointError(f"{file} is a git-lfs pointer and not the file itself; run `git lfs pull`")
-        return CheckpointError(f"{file} cannot be read: {error}")
+        return CheckpointError(f"{file} cannot be read: {error}; if the file is cut, download it again")
 
 
 def _read(shard: Any, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor, bytes]]:

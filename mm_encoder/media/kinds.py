@@ -112,7 +112,10 @@ def sniff(data: bytes) -> str:
             return "SVG"
         if _HTML.search(head):
             raise MediaDecodeError("the bytes are an HTML page, not an image")
-    raise MediaDecodeError(f"the {len(data)} bytes are of no image format that is known here")
+    raise MediaDecodeError(
+        f"the {len(data)} bytes are of no image format that is known here; send an encoded image, such as "
+        "JPEG, PNG or WebP"
+    )
 
 
 # --- ISO base media files ----------------------------------------------------------------------------

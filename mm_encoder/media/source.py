@@ -212,7 +212,7 @@ def read_data_url(url: str, limits: MediaLimits) -> bytes:
     if url[:5].lower() != "data:":
         raise UnsupportedMediaError(
             "a string must be a data URL, and this one does not begin with 'data:'; "
-            "for a file, pass a pathlib.Path"
+            "for a file, pass a pathlib.Path; nothing is downloaded: fetch a URL and pass its bytes"
         )
     header, comma, payload = url[5:].partition(",")
     if not comma:
@@ -268,7 +268,7 @@ def _copy_pillow(image: Image.Image) -> tuple[Picture, int]:
     except Exception as error:  # Pillow's parsers raise many types of exception on bad data
         raise_host_fault(error)
         check_memory(str(image.format), ImageSize(*image.size))
-        raise MediaDecodeError("the Pillow image cannot be loaded") from error
+        raise MediaDecodeError(f"the Pillow image cannot be loaded: {error}") from error
     return picture, orientation_of_pillow(image)
 
 
@@ -276,8 +276,10 @@ def _array_size(array: np.ndarray) -> ImageSize:
     # The axes are always (height, width, channels): guessing from the shape fails for 3-pixel sides.
     if array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4)):
         return ImageSize(array.shape[1], array.shape[0])
+    first = array.ndim == 3 and array.shape[0] in (1, 3, 4)
     raise UnsupportedMediaError(
         f"an array image must be [height, width] or [height, width, 1, 3 or 4], got {array.shape}"
+        + ("; channels first? pass array.transpose(1, 2, 0)" if first else "")
     )
 
 
