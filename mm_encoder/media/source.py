@@ -212,7 +212,7 @@ def read_data_url(url: str, limits: MediaLimits) -> bytes:
     if url[:5].lower() != "data:":
         raise UnsupportedMediaError(
             "a string must be a data URL, and this one does not begin with 'data:'; "
-            "for a file, pass a pathlib.Path; nothing is downloaded: fetch a URL and pass its bytes"
+            "nothing is downloaded, and a file is passed as a pathlib.Path"
         )
     header, comma, payload = url[5:].partition(",")
     if not comma:
