@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +27,7 @@ from .device import consumer_stream, default_dtype, parse_device
 from .engine.call import Call
 from .engine.engine import Engine
 from .engine.job import Job
-from .errors import EncoderClosedError
+from .errors import EncoderClosedError, ForkedProcessError
 from .families.registry import load_family
 from .logs import logger
 from .media.source import ImageInput, check_input
@@ -250,8 +250,10 @@ class Encoder:
         await self._engine.close_async(drain=True)
 
     def __enter__(self) -> Encoder:
-        if self._engine.scheduler.closed:
-            raise EncoderClosedError("the encoder was closed, and cannot be used again; create a new Encoder")
+        with suppress(ForkedProcessError):  # in a forked child the block does nothing, as `close` there
+            self._engine.require_own_process()
+            if self._engine.scheduler.closed:
+                raise EncoderClosedError("the encoder is closed and stays so; create a new Encoder")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
