@@ -136,22 +136,18 @@ class Scheduler:
         bytes and is then queued again.
         """
         job = worker.job
-        if job is None:
-            return
-        self._put_down(worker, job, grant)
-        if job.finished:
-            self.retire(job)
-        elif grant is not None:
-            grant.add_done_callback(lambda _: self.enqueue(job))
-        worker.take(None)
+        if job is not None:
+            self._put_down(worker, job, grant)
+            if job.finished:
+                self.retire(job)
+            elif grant is not None:
+                grant.add_done_callback(lambda _: self.enqueue(job))
+            worker.take(None)
+        self._resolve_idle()  # last, so that a caller that waits for it finds everything released
 
     @guarded
     def _put_down(self, worker: Worker, job: Job, grant: Grant | None) -> None:
         self._preparing.discard(job)
-        for entry in self._idle_waiters[:]:
-            if self._preparing.isdisjoint(entry[0]):
-                self._lock.after(entry[1].resolve)
-                self._idle_waiters.remove(entry)
         if job.finished:
             return
         if grant is not None:
@@ -162,6 +158,13 @@ class Scheduler:
             job.move_to(JobState.READY)
             worker.take(None)
             self._to_run.put(None)
+
+    @guarded
+    def _resolve_idle(self) -> None:
+        for entry in self._idle_waiters[:]:
+            if self._preparing.isdisjoint(entry[0]):
+                self._lock.after(entry[1].resolve)
+                self._idle_waiters.remove(entry)
 
     def next_to_run(self, worker: Worker) -> Job | None:
         """Wait for a ready job and start it; None once the encoder is closed and all jobs were taken."""
@@ -230,14 +233,16 @@ class Scheduler:
 
     # --- how a job ends: every way leads to `_on_done`, which acts once ----------------------------
     #
-    # event            call                      in the thread          slot, bytes, buffers are released
-    # result           Promise.succeed           of its replica         when the replica took it (next_to_run)
-    # tower's error    Promise.fail              of its replica         the same
-    # invalid image    Promise.fail_if_pending   that has the job       when that thread puts it down (retire)
-    # cancelled        Future.cancel             any                    at once; if a thread opens or prepares
-    # deadline passed  Promise.fail_if_pending   of the deadlines       the job, when that puts it down
-    # last replica     on_replica_lost           of that replica        the same
-    # close, no drain  cancel_waiting            that closes            the same
+    # event                call                      thread         slot, bytes and buffers are released
+    # result               Promise.succeed           its replica    by the replica, when it took the job
+    # tower's error        Promise.fail              its replica    the same
+    # invalid image        Promise.fail_if_pending   that has it    by that thread, when it puts it down
+    # hit before decoding  fail_if_pending(Joined)   preprocessing  the same
+    # refused, interrupted Scheduler.drop            the caller's   by `drop`
+    # cancelled            Future.cancel             any            at once by `_account`; of a job in
+    # late                 fail_if_pending           deadlines      preparation by its thread, when it puts
+    # last replica lost    on_replica_lost           that replica   it down; of one that is being opened only
+    # close, no drain      cancel_waiting            that closes    the buffers are left to its thread
 
     def _on_done(self, job: Job, error: BaseException | None) -> None:
         """Account for a job's outcome, the first of those that it is called with. Cancelling may happen in

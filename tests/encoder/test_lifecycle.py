@@ -176,7 +176,7 @@ STEPS = [
     "coalescer.Cache",
     "cache.tiered.MemoryTier",
     "cache.tiered._open_disk",
-    "coalescer.ThreadPoolExecutor",
+    "coalescer.DaemonPool",
     "engine.engine.Scheduler",
     "engine.engine.Replica",
     "engine.engine.Preprocessor",

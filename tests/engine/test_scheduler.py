@@ -494,3 +494,26 @@ def test_losing_the_last_replica_fails_every_job() -> None:
         assert "is lost: ValueError: the device is gone" in str(error)
     assert len(refused) == 3
     assert "the device is gone" in str(scheduler.tally.last_error)
+
+
+def test_a_call_that_waits_for_preparation_to_stop_finds_everything_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = Scheduler(2, 100, replicas=1)
+    one = enter(scheduler, job())
+    worker = take(scheduler)
+    idle = scheduler.preparation_idle([one.future])
+    assert idle is not None
+    seen: list[bool] = []
+    retire = Scheduler.retire
+
+    def watched(self: Scheduler, job: Job) -> None:
+        seen.append(idle.done())
+        retire(self, job)
+
+    monkeypatch.setattr(Scheduler, "retire", watched)
+    one.future.cancel()
+    scheduler.finish_preparing(worker)
+    assert seen == [False]
+    assert idle.done()
+    assert held(scheduler) == (0, 0)
