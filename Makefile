@@ -29,7 +29,7 @@ fuzz: .venv/ready-dev  ## the cache's writers killed 200 times, the native kerne
 
 stress: .venv/ready-dev  ## the tests of threads, 50 times each, with threads switching every 10 microseconds
 	.venv/bin/python -m pytest -m threads --repeat 50 --switch-interval 1e-5 -x
-	STRESS=1 .venv/bin/python -m pytest tests/engine/test_interrupts.py -x
+	STRESS=1 .venv/bin/python -m pytest tests/engine/test_interrupts.py tests/cache/test_interrupts.py -x
 
 bench: .venv/ready-bench  ## print the tables; TABLE=preprocess or tower prints one
 	.venv/bin/python -m benchmarks $(TABLE)
