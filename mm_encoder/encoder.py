@@ -10,18 +10,10 @@ from typing import Literal
 
 import torch
 
+from . import config
 from .cached import admission_of
 from .coalescer import Coalescer, NoCache
-from .config import (
-    CacheConfig,
-    ImageOptions,
-    MediaLimits,
-    media_limits,
-    model_name,
-    require_count,
-    require_moment,
-    require_seconds,
-)
+from .config import CacheConfig, ImageOptions, MediaLimits
 from .contract import CacheStats, EncoderStats, Health, ImageResult
 from .device import consumer_stream, default_dtype, parse_device
 from .engine.call import Call
@@ -88,7 +80,7 @@ class Encoder:
             device=self.device,
             dtype=self.dtype,
             cache=cache,
-            limits=media_limits(limits),
+            limits=config.media_limits(limits),
             stream_priority=stream_priority,
             replicas_per_gpu=replicas_per_gpu,
             share_weights=share_weights,
@@ -100,7 +92,7 @@ class Encoder:
             wedged_after=wedged_after,
         )
         opened, rules = load_family(checkpoint, family)
-        self.model, self.family = model_name(model, opened.name), rules.name
+        self.model, self.family = config.model_name(model, opened.name), rules.name
         self.replicas_per_gpu = replicas_per_gpu
         pipeline = ImagePipeline(rules, settings.limits, self.model, self.dtype)
         with ExitStack() as undo:  # if a step fails, those before it
@@ -201,7 +193,7 @@ class Encoder:
         """
         self._engine.require_usable()
         if expected_tokens is not None:
-            expected_tokens = require_count("expected_tokens", expected_tokens)
+            expected_tokens = config.require_count("expected_tokens", expected_tokens)
         return self._admission.admit(self._job(image, expected_tokens, image_options, timeout, deadline))
 
     def encode_image(self, data: ImageInput) -> dict[str, torch.Tensor]:
@@ -276,9 +268,9 @@ class Encoder:
     ) -> Job:
         check_input(image, options)
         if timeout is not None:
-            timeout = require_seconds("timeout", timeout)
+            timeout = config.require_seconds("timeout", timeout)
         if deadline is not None:
-            require_moment("deadline", deadline)
+            config.require_moment("deadline", deadline)
         return Job(image, options, expected, consumer_stream(self.device), timeout=timeout, deadline=deadline)
 
     def _log_ready(self) -> None:
