@@ -15,7 +15,6 @@ from .errors import DeviceOutOfMemoryError, ForkedProcessError
 from .families.registry import load_family
 from .media.header import check_pixels
 from .media.source import ImageInput
-from .settings import require_dtype
 
 
 class MediaPlanner:
@@ -67,12 +66,13 @@ class MediaPlanner:
         """Return the plan and the output of the reference's processor: `pixel_values` of `dtype` in its
         values, shape and patch order, and `grid_thws`, int64 [1, 3].
 
-        Raises MediaError; ValueError for a dtype other than float32, bfloat16 and float16;
+        Raises MediaError; ValueError for a dtype that is not a floating one of Torch;
         DeviceOutOfMemoryError where the host has too little memory, OSError as the system gives it;
         ForkedProcessError in a forked child of a process that has called this, unless Torch runs on one
         thread there.
         """
-        require_dtype(dtype)
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype must be a floating torch dtype, such as torch.float32, got {dtype!r}")
         self._check_process()
         with _memory_faults_translated():
             return self._prepare(image, dtype, image_options)

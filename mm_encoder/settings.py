@@ -14,12 +14,6 @@ _MAX_WORKERS = 256
 _HANDOFFS = ("host", "stream")
 
 
-def require_dtype(dtype: object) -> None:
-    """Raise ValueError unless `dtype` is one that towers, and the reference's processors, compute in."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
-
-
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
     """The arguments of `Encoder`, see there. Raises TypeError or ValueError naming what would be right."""
@@ -54,7 +48,8 @@ class EncoderSettings:
             raise ValueError(f"handoff must be 'host' or 'stream', got {self.handoff!r}")
         if type(self.share_weights) is not bool:
             raise TypeError(f"share_weights must be a bool, got {type(self.share_weights).__name__}")
-        require_dtype(self.dtype)
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {self.dtype!r}")
 
     @property
     def depth(self) -> int:
