@@ -223,7 +223,7 @@ class Coalescer:
 
     def _finish_flight(self, flight: Flight[Waiter], give: Callable[[Waiter], object]) -> None:
         """End a flight and `give` each of its waiters the outcome, the rest also after an exception. It may
-        be landed again: who has an outcome keeps it.
+        be called again: a waiter with an outcome keeps it.
         """
         try:
             for waiter in self._flights.finish(flight):
@@ -242,13 +242,13 @@ class Coalescer:
     def _on_job_done(self, flight: JobFlight, future: Future[ImageResult]) -> None:
         """Give every waiter the job's outcome; in whatever thread gave it, and nothing may come between."""
         try:
-            self._land_with(flight, future)
+            self._deliver(flight, future)
         except BaseException as error:
             # An interrupt of this thread, which is not the waiters' own.
             self._finish_flight(flight, lambda waiter, cause=error: waiter.reject(cause))  # type: ignore[misc]
             raise
 
-    def _land_with(self, flight: JobFlight, future: Future[ImageResult]) -> None:
+    def _deliver(self, flight: JobFlight, future: Future[ImageResult]) -> None:
         if future.cancelled():
             self._finish_flight(flight, Waiter.cancel)
             return

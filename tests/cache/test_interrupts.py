@@ -7,18 +7,18 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from mm_encoder import CacheConfig, Encoder, MMEncoderError
+from mm_encoder import CacheConfig, Encoder
 from mm_encoder.coalescer import Coalescer
 
-from ..helpers.interrupts import AVAILABLE, Interrupts, Place, in_thread
-from ..helpers.threads import joined, library_threads
+from ..helpers.interrupts import AVAILABLE, CALLER, Interrupts, Place, as_caller, in_thread
+from ..helpers.threads import library_threads
 from ..helpers.waiting import HANG, nothing_left, until
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="sys.monitoring came with Python 3.12")
@@ -28,7 +28,6 @@ SAMPLE, THREAD_SAMPLE = 8, 2
 """Places per scenario, spread over all, unless STRESS is set; each in a thread of ours takes an encoder."""
 PARTS = ("cached.py", "coalescer.py", "cache")
 IMAGES = [np.full((30, 30, 3), seed, np.uint8) for seed in range(3)]
-CALLER = "the caller"
 MIB = 1024**2
 
 
@@ -62,23 +61,6 @@ def on_a_loop(encoder: Encoder) -> None:
         await asyncio.gather(*(encoder.generate_async(image) for image in IMAGES * 2), return_exceptions=True)
 
     asyncio.run(main())
-
-
-def as_caller(work: Callable[[], object]) -> None:
-    """Do `work` in a thread of the caller's name; it may raise what a caller may see."""
-    raised: list[BaseException] = []
-
-    def noting() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=noting, name=CALLER, daemon=True)
-    thread.start()
-    joined([thread])
-    for error in raised:
-        assert isinstance(error, (KeyboardInterrupt, MemoryError, MMEncoderError, CancelledError)), error
 
 
 def places(interrupts: Interrupts, run: Callable[[], None], sample: int = SAMPLE) -> list[tuple[Place, int]]:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 
 from mm_encoder import Encoder, MMEncoderError
 
-from ..helpers.interrupts import AVAILABLE, Interrupts, Place, in_thread
-from ..helpers.threads import joined, library_threads
+from ..helpers.interrupts import AVAILABLE, CALLER, Interrupts, Place, as_caller, in_thread
+from ..helpers.threads import library_threads
 from ..helpers.waiting import HANG, nothing_left, until
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="sys.monitoring came with Python 3.12")
@@ -26,7 +26,6 @@ SAMPLE = 10
 """Places per scenario, spread over all, unless STRESS is set."""
 PARTS = ("engine", "locks.py", "encoder.py")
 IMAGE = np.zeros((30, 30, 3), np.uint8)
-CALLER = "the caller"
 
 
 def is_caller() -> bool:
@@ -50,23 +49,6 @@ def generate(encoder: Encoder) -> None:
 def refused(encoder: Encoder) -> None:
     for _ in range(6):
         encoder.submit(IMAGE, timeout=0)
-
-
-def as_caller(work: Callable[[], object]) -> None:
-    """Do `work` in a thread of the caller's name; it may raise what a caller may see."""
-    raised: list[BaseException] = []
-
-    def noting() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=noting, name=CALLER, daemon=True)
-    thread.start()
-    joined([thread])
-    for error in raised:
-        assert isinstance(error, (KeyboardInterrupt, MemoryError, MMEncoderError, CancelledError)), error
 
 
 def places(interrupts: Interrupts, run: Callable[[], None]) -> list[tuple[Place, int]]:

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,9 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import mm_encoder
+from mm_encoder import MMEncoderError
+
+from .threads import joined
 
 PACKAGE = Path(mm_encoder.__file__).parent
 AVAILABLE = sys.version_info >= (3, 12)
@@ -100,6 +104,26 @@ class Interrupts:
         if (place, visits) == self._target:
             self._target, self.struck = None, True
             raise self._error(f"injected at {place}, visit {visits}")
+
+
+CALLER = "the caller"
+
+
+def as_caller(work: Callable[[], object]) -> None:
+    """Do `work` in a thread of the caller's name; it may raise what a caller may see."""
+    raised: list[BaseException] = []
+
+    def noting() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=noting, name=CALLER, daemon=True)
+    thread.start()
+    joined([thread])
+    for error in raised:
+        assert isinstance(error, (KeyboardInterrupt, MemoryError, MMEncoderError, CancelledError)), error
 
 
 def in_thread(prefix: str) -> Callable[[], bool]:
