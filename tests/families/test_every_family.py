@@ -59,7 +59,7 @@ def random_sizes(count: int, longest: int) -> list[ImageSize]:
 
 def test_any_size_has_a_plan_that_adds_up(family: Family) -> None:
     refused = 0
-    for size in random_sizes(10_000, 20_000):
+    for size in random_sizes(2000, 20_000):
         try:
             plan = family.plan(size)
         except MediaTooLargeError:
@@ -75,7 +75,7 @@ def test_any_size_has_a_plan_that_adds_up(family: Family) -> None:
         else:
             assert plan.rows == h * w // 4
     # Only DeepSeek's tiny fixture limit leaves the thinnest images without pixels.
-    assert refused == 0 or (family.name == "deepseek41" and refused < 1500)
+    assert refused == 0 or (family.name == "deepseek41" and refused < 300)
 
 
 def test_preprocessing_and_tower_make_what_was_planned(family: Family) -> None:
