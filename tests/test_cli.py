@@ -537,6 +537,8 @@ def test_demo_says_where_to_look_and_that_its_weights_are_random(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    # test_readme.py encodes all photographs.
+    monkeypatch.setattr("mm_encoder.demo._PHOTOS", ("astronaut.png", "camera.png"))
     done = call("demo", "--device", "cpu")
     assert (done.exit_code, done.stderr) == (0, "")
     folder = tmp_path / ".cache" / "mm-encoder" / "demo"
