@@ -1,4 +1,4 @@
-"""The released model sizes with random weights: every tensor is asked for, a photo runs through a few blocks."""
+"""The released model sizes: every tensor is asked for; a photo runs through a few random blocks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ RELEASED = [
 
 DEPTHS = ("depth", "vt_num_hidden_layers", "num_hidden_layers")
 BLOCKS = 3
-"""Blocks of the tower that encodes the photo: all blocks have the same sizes, and all of them take gigabytes."""
+"""Blocks of the tower that encodes the photo: all have the same sizes, and take gigabytes together."""
 
 
 class Requested(Exception):

@@ -81,7 +81,7 @@ def test_any_size_has_a_plan_that_adds_up(family: Family) -> None:
 def test_preprocessing_and_tower_make_what_was_planned(family: Family) -> None:
     tower = family.build_tower(CPU, torch.float32)
     done = 0
-    for size in random_sizes(120, 4000):
+    for size in random_sizes(50, 4000):
         if size.width * size.height > 200_000:
             continue
         try:
@@ -94,7 +94,7 @@ def test_preprocessing_and_tower_make_what_was_planned(family: Family) -> None:
         with torch.no_grad():
             assert tower(patches.data, [plan.grid_thw]).shape[0] == plan.rows
         done += 1
-    assert done > 50
+    assert done > 20
 
 
 def test_packed_images_equal_the_same_images_alone(family: Family) -> None:
