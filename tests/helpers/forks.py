@@ -61,16 +61,14 @@ def _server(tests: int) -> socket.socket:
     return ours
 
 
-def run_source(
-    source: str, *arguments: str, limit: int, environment: dict[str, str] | None = None
-) -> tuple[int, str, str]:
+def run_source(source: str, *arguments: str, limit: int, folder: Path | None = None) -> tuple[int, str, str]:
     """Run a program and return its exit code, output and errors; after `limit` seconds it is killed."""
     server = _server(os.getpid())
     asked = {
         "source": source,
         "arguments": arguments,
-        "environment": dict(os.environ) if environment is None else environment,
-        "folder": str(Path.cwd()),
+        "environment": dict(os.environ),
+        "folder": str(folder or Path.cwd()),
     }
     with (
         tempfile.TemporaryFile("w+") as request,
