@@ -24,8 +24,8 @@ wheel: .venv/ready-dev  ## build dist/*.whl, and run smoke/ on it in a fresh env
 soak: .venv/ready-dev  ## memory over 10,000 good, 10,000 bad and 2000 animated images
 	SOAK=1 .venv/bin/python -m pytest tests/test_soak.py -s
 
-fuzz: .venv/ready-dev  ## the cache's writers killed 200 times, the native kernels under sanitizers with 200,000 odd requests
-	FUZZ=1 .venv/bin/python -m pytest tests/cache tests/test_native.py -k "kill or sanitizer"
+fuzz: .venv/ready-dev  ## the cache's writers killed 200 times, the native kernels under sanitizers with 200,000 odd requests, files changed in 1500 ways
+	FUZZ=1 .venv/bin/python -m pytest tests/cache tests/test_native.py tests/media/test_fuzz.py -k "kill or sanitizer or only_media_errors"
 
 stress: .venv/ready-dev  ## the tests of threads, 50 times each, with threads switching every 10 microseconds
 	.venv/bin/python -m pytest -m threads --repeat 50 --switch-interval 1e-5 -x

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if rounds > 1 and metafunc.definition.get_closest_marker("threads"):
         metafunc.fixturenames.append("stress_round")
         metafunc.parametrize("stress_round", range(rounds))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collect_garbage() -> Iterator[None]:
+    """Free what a module's tests left in cycles: Python sees few objects, and waits, where they are large."""
+    yield
+    gc.collect()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

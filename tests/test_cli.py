@@ -27,6 +27,7 @@ from mm_encoder.cli.terminal import printable
 from mm_encoder.families.registry import FAMILIES
 
 from .helpers.command import COMMAND, GOLDEN_IMAGES, call, picture, run
+from .helpers.forks import run_source
 from .helpers.waiting import HANG
 
 pytestmark = pytest.mark.usefixtures("plain_output")
@@ -210,7 +211,13 @@ def test_odd_names_are_shown_as_they_are_and_harmless(tmp_path: Path, glm53_chec
 
 def test_a_stream_that_cannot_say_it_all_is_no_failure(tmp_path: Path, glm53_checkpoint: Path) -> None:
     image = picture(tmp_path / "写真.png")
-    done = run("plan", glm53_checkpoint, image, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    done = subprocess.run(
+        [*COMMAND, "plan", glm53_checkpoint, image],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0
     assert r"\u5199\u771f.png" in done.stdout
 
@@ -537,6 +544,8 @@ def test_demo_says_where_to_look_and_that_its_weights_are_random(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    # test_readme.py encodes all photographs.
+    monkeypatch.setattr("mm_encoder.demo._PHOTOS", ("astronaut.png", "camera.png"))
     done = call("demo", "--device", "cpu")
     assert (done.exit_code, done.stderr) == (0, "")
     folder = tmp_path / ".cache" / "mm-encoder" / "demo"
@@ -720,9 +729,9 @@ def test_the_second_ctrl_c_ends_the_process_by_itself(
 @pytest.mark.parametrize("missing", ["typer", "rich", "rich.table"])
 def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; from mm_encoder.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    [line] = done.stderr.splitlines()
+    code, output, errors = run_source(program, limit=HANG)
+    assert (code, output) == (2, "")
+    [line] = errors.splitlines()
     assert 'pip install "mm-encoder[cli]"' in line
 
 

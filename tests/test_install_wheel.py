@@ -243,7 +243,11 @@ def test_it_needs_the_standard_library_alone(tmp_path: Path) -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """What a wheel is built from, in a git repository of its own."""
-    copy = tmp_path / "tree"
+    return tree_in(tmp_path)
+
+
+def tree_in(folder: Path) -> Path:
+    copy = folder / "tree"
     copy.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -320,21 +324,31 @@ def test_a_wheel_without_the_library_is_pure(tree: Path, variables: dict[str, st
         assert "mm_encoder/_kernels.so" not in file.namelist()
 
 
-@pytest.mark.parametrize("variables", [{"MM_ENCODER_PURE": "1"}, {"CC": "false", "CXX": "false"}])
-def test_no_older_library_is_taken_for_what_was_not_built(tree: Path, variables: dict[str, str]) -> None:
+def build_in_place(tree: Path, **variables: str) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=tree, env=os.environ | variables, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree with the library in place and in build/, which takes a while to compile."""
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    library = tree / "mm_encoder" / "_kernels.so"
-
-    def in_place(**variables: str) -> None:
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        subprocess.run(command, cwd=tree, env=os.environ | variables, check=True, capture_output=True)
-
-    in_place()
-    assert library.exists()
+    tree = tree_in(tmp_path_factory.mktemp("compiled"))
+    build_in_place(tree)
     built(tree)
+    return tree
+
+
+@pytest.mark.parametrize("variables", [{"MM_ENCODER_PURE": "1"}, {"CC": "false", "CXX": "false"}])
+def test_no_older_library_is_taken_for_what_was_not_built(
+    compiled: Path, tmp_path: Path, variables: dict[str, str]
+) -> None:
+    tree = Path(shutil.copytree(compiled, tmp_path / "tree"))
+    library = tree / "mm_encoder" / "_kernels.so"
+    assert library.exists()
     _, manifest, _ = built(tree, **variables)  # though build/ has a library that is newer than its sources
     assert not manifest["native"]
     (tree / "native" / "level.inc").touch()
-    in_place(**variables)
+    build_in_place(tree, **variables)
     assert not library.exists()

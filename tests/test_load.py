@@ -192,7 +192,7 @@ def test_concurrent_callers_get_their_own_rows_and_nothing_is_left(
 
 # --- memory under overload ---------------------------------------------------------------------------
 
-DEPTH, WORKERS, SIDE = 8, 2, 4096
+DEPTH, WORKERS, SIDE = 8, 2, 2048
 IMAGE_BYTES = 3 * SIDE * SIDE
 
 OVERLOAD = """

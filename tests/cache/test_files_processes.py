@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,25 +28,25 @@ from mm_encoder.cache.ledger import Ledger
 from mm_encoder.cache.upkeep import clear
 from mm_encoder.errors import CacheLockedError
 
-from ..helpers.waiting import until
+from ..helpers.forks import run_source
+from ..helpers.waiting import HANG, until
 from .conftest import BUDGET, MIB, bytes_in, entry, key, put, same
 
 ROUNDS = 200 if os.environ.get("FUZZ") else 20
 
 
 def run_in_own_process(function: Callable[..., None], *arguments: Any) -> Any:
-    """Run `function` in a new process and return the JSON that it prints."""
+    """Run `function` in a process of its own and return the JSON that it prints."""
     program = f"""
 import faulthandler, sys, torch
-faulthandler.dump_traceback_later(150, exit=True)
+faulthandler.dump_traceback_later({HANG}, exit=True)
 torch.set_num_threads(1)
 from tests.cache import test_files_processes
 test_files_processes.{function.__name__}(*{arguments!r})
 """
-    root = Path(__file__).parents[2]
-    run = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    code, output, errors = run_source(program, limit=2 * HANG)
+    assert code == 0, errors
+    return json.loads(output)
 
 
 def forked(work: Callable[[], None]) -> int:

@@ -93,7 +93,7 @@ def test_a_key_is_the_same_in_every_process() -> None:
         "print(Keys(pipeline.identity(torch.device('cpu'))).key('x', None).hex())\n"
     )
     here = Keys(identity_of(CHECKPOINT)).key("x", None).hex()
-    for seed in ("0", "1", "4242"):
+    for seed in ("0", "1"):
         run = subprocess.run(
             [sys.executable, "-c", program, str(CHECKPOINT)],
             env={"PYTHONHASHSEED": seed},

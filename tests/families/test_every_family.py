@@ -59,7 +59,7 @@ def random_sizes(count: int, longest: int) -> list[ImageSize]:
 
 def test_any_size_has_a_plan_that_adds_up(family: Family) -> None:
     refused = 0
-    for size in random_sizes(10_000, 20_000):
+    for size in random_sizes(2000, 20_000):
         try:
             plan = family.plan(size)
         except MediaTooLargeError:
@@ -75,13 +75,13 @@ def test_any_size_has_a_plan_that_adds_up(family: Family) -> None:
         else:
             assert plan.rows == h * w // 4
     # Only DeepSeek's tiny fixture limit leaves the thinnest images without pixels.
-    assert refused == 0 or (family.name == "deepseek41" and refused < 1500)
+    assert refused == 0 or (family.name == "deepseek41" and refused < 300)
 
 
 def test_preprocessing_and_tower_make_what_was_planned(family: Family) -> None:
     tower = family.build_tower(CPU, torch.float32)
     done = 0
-    for size in random_sizes(120, 4000):
+    for size in random_sizes(50, 4000):
         if size.width * size.height > 200_000:
             continue
         try:
@@ -94,7 +94,7 @@ def test_preprocessing_and_tower_make_what_was_planned(family: Family) -> None:
         with torch.no_grad():
             assert tower(patches.data, [plan.grid_thw]).shape[0] == plan.rows
         done += 1
-    assert done > 50
+    assert done > 20
 
 
 def test_packed_images_equal_the_same_images_alone(family: Family) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -14,9 +13,12 @@ from typer.testing import CliRunner, Result
 from mm_encoder.cli import build_app
 
 from ..conftest import GOLDEN
+from .forks import run_source
+from .waiting import HANG
 
 GOLDEN_IMAGES = GOLDEN / "glm53" / "images"
-COMMAND = [sys.executable, "-c", "from mm_encoder.cli import main; main()"]
+MAIN = "from mm_encoder.cli import main; main()"
+COMMAND = [sys.executable, "-c", MAIN]
 
 
 def call(*arguments: object) -> Result:
@@ -27,10 +29,10 @@ def call(*arguments: object) -> Result:
     return result
 
 
-def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, **options
-    )
+def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    words = list(map(str, arguments))
+    return subprocess.CompletedProcess(words, *run_source(MAIN, *words, limit=2 * HANG, folder=cwd))
 
 
 def picture(path: Path, width: int = 61, height: int = 37, seed: int = 0) -> Path:

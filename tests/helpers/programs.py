@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from .forks import run_source
 from .waiting import HANG
 
 PRELUDE = """
@@ -54,9 +55,12 @@ def until(condition):
 def outcome_of(program: str, checkpoint: Path, *options: str, limit: int = HANG) -> tuple[int, str, str]:
     """Run a program and return its exit code, output and errors.
 
-    If it hangs, it prints the stack of every thread after `limit` seconds and is killed.
+    If it hangs, it prints the stack of every thread after `limit` seconds and is killed. With options of the
+    interpreter it runs in one of its own, without in a fork of one that has imported everything.
     """
     source = PRELUDE.replace("LIMIT", str(limit)) + textwrap.dedent(program)
+    if not options:
+        return run_source(source, str(checkpoint), limit=limit + HANG)
     run = subprocess.Popen(
         [sys.executable, *options, "-c", source, str(checkpoint)],
         stdout=subprocess.PIPE,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import warnings
 import zlib
@@ -170,11 +171,13 @@ def check_message(data: bytes, error: MediaError) -> tuple[object, ...]:
     return type(error), message
 
 
+EXAMPLES = 1500 if os.environ.get("FUZZ") else 300
+
 quickly = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=1500,
+    max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -105,11 +105,17 @@ class PanicException(BaseException):
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Install a fake in place of foyer; keyword arguments replace its methods."""
+
+    made: list[type[Fake]] = []
 
     def install(**methods: Any) -> None:
         kind = type("Fake", (Fake,), methods)
+        made.append(kind)
         monkeypatch.setitem(sys.modules, "foyer", SimpleNamespace(HybridCache=kind))
 
-    return install
+    yield install
+    # A class is in cycles with itself, and its records are megabytes.
+    for kind in made:
+        kind.made.records.clear()
