@@ -45,7 +45,7 @@ class CachedEngine:
 
     def admit(self, job: Job) -> Future[ImageResult]:
         """See `Admission`. Hits and joined flights need no slot."""
-        limits, waiter = _Limits(job), Waiter(job.expected, job.consumer, deadline=job.deadline)
+        limits, waiter = _Limits(job), _waiter_of(job)
         try:
             self._watch(waiter, job)
             found, key = self._look_up(waiter, job)
@@ -63,7 +63,7 @@ class CachedEngine:
 
     async def admit_async(self, job: Job) -> Future[ImageResult]:
         """See `Admission`. Other threads hash the image and read the disk."""
-        limits, waiter = _Limits(job), Waiter(job.expected, job.consumer, deadline=job.deadline)
+        limits, waiter = _Limits(job), _waiter_of(job)
         coalescer = self._coalescer
         try:
             self._watch(waiter, job)
@@ -133,6 +133,11 @@ class CachedEngine:
         if type(job.image) is bytes:
             job.mm_hash = mm_hash  # other images may have changed by the time they are opened for good
         return found, key
+
+
+def _waiter_of(job: Job) -> Waiter:
+    """Return the waiter of the job's caller. It takes the job's future: most jobs end here and need none."""
+    return Waiter(job.expected, job.consumer, future=job.future, deadline=job.deadline)
 
 
 class _Limits:

@@ -9,7 +9,6 @@ of the very snapshot that is decoded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -24,6 +23,7 @@ from .config import CacheConfig, ImageOptions
 from .contract import CacheStats, ImageResult
 from .device import Transfers, open_transfers
 from .engine.faults import Joined, copy_error
+from .engine.future import Future
 from .engine.job import Job
 from .engine.promise import Promise
 from .errors import PlanMismatchError
@@ -181,7 +181,7 @@ class Coalescer:
         error that a caller keeps holds a job.
         """
         flight = job.flight = JobFlight(waiter, job.abandon)
-        job.caller_future = waiter.future
+        job.caller_future, job.future = waiter.future, Future()
         job.on_start, job.on_computed = flight.mark_running, flight.note_run
         job.future.add_done_callback(partial(self._on_job_done, flight))
         self._attach(waiter, flight)

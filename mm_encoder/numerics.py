@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import torch
-from torch.backends import cuda, mkldnn
+from torch.backends import cuda
 
 from .runtime import loaded_libraries
 
@@ -100,13 +100,14 @@ _ATTENTION: dict[str, Callable[[], object]] = {
 }
 # Not torch.get_float32_matmul_precision(), which raises once the host has set one of these instead.
 _CPU: dict[str, Callable[[], object]] = {
-    "matmul precision": lambda: mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+    # As mkldnn.matmul.fp32_precision, which takes seven times as long.
+    "matmul precision": lambda: torch._C._get_fp32_precision_getter("mkldnn", "matmul"),
     "mkldnn": _torch("_get_mkldnn_enabled"),
     "mkldnn deterministic": _torch("_get_mkldnn_deterministic"),
     "fp16 reductions": _torch("_get_cpu_allow_fp16_reduced_precision_reduction"),
 }
 _CUDA: dict[str, Callable[[], object]] = {
-    "matmul precision": lambda: cuda.matmul.fp32_precision,
+    "matmul precision": lambda: torch._C._get_fp32_precision_getter("cuda", "matmul"),
     "fp16 reductions": _torch("_get_cublas_allow_fp16_reduced_precision_reduction"),
     "bf16 reductions": _torch("_get_cublas_allow_bf16_reduced_precision_reduction"),
     "fp16 accumulation": _torch("_get_cublas_allow_fp16_accumulation"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 
 from ..config import ImageOptions
 from ..numerics import Settings
@@ -17,15 +16,13 @@ from ..numerics import Settings
 FORMAT = 2
 """Version of the keys and their meaning; changing it makes every older entry a miss."""
 
+_DEFAULT = ImageOptions()
+
 
 def digest(fields: Iterable[tuple[str, str]]) -> bytes:
     """Return the SHA-256 of (name, value) pairs, each text preceded by its length, in the given order."""
-    hasher = hashlib.sha256()
-    for pair in fields:
-        for text in pair:
-            data = text.encode(errors="surrogatepass")
-            hasher.update(len(data).to_bytes(8, "little") + data)
-    return hasher.digest()
+    texts = [text.encode(errors="surrogatepass") for pair in fields for text in pair]
+    return hashlib.sha256(b"".join([len(text).to_bytes(8, "little") + text for text in texts])).digest()
 
 
 class Keys:
@@ -38,7 +35,8 @@ class Keys:
 
     def __init__(self, identity: Mapping[str, str], settings: Callable[[], Settings] = tuple) -> None:
         self._settings = settings
-        self._settings_digest = lru_cache(64)(digest)  # a few, which are used for every key
+        self._last_settings: tuple[Settings, bytes] = (), digest(())
+        """Those of the last key, and their digest; usually the next key gets the very same object."""
         self.identity = {"key format": str(FORMAT), **dict(sorted(identity.items())), "epoch": ""}
         self.prefix = digest(self.identity.items())
 
@@ -53,10 +51,12 @@ class Keys:
 
     def key(self, mm_hash: str, options: ImageOptions | None, under: Settings | None = None) -> bytes:
         """Return the 32-byte key of one image; its `mm_hash` covers model name, kind and content."""
-        settings = self._settings_digest(self._settings() if under is None else under)
-        return hashlib.sha256(self.prefix + settings + digest(_image(mm_hash, options).items())).digest()
+        settings, known = self._settings() if under is None else under, self._last_settings
+        if known[0] is not settings:
+            known = self._last_settings = settings, digest(settings)
+        return hashlib.sha256(self.prefix + known[1] + digest(_image(mm_hash, options).items())).digest()
 
 
 def _image(mm_hash: str, options: ImageOptions | None) -> dict[str, str]:
-    orientation = str((options or ImageOptions()).exif_orientation)
+    orientation = str((options or _DEFAULT).exif_orientation)
     return {"content": mm_hash, "exif_orientation": orientation}

@@ -6,6 +6,7 @@ import _thread
 import concurrent.futures
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from operator import attrgetter
@@ -20,7 +21,11 @@ class _Condition(threading.Condition):
     """
 
     def __init__(self) -> None:
-        super().__init__(threading.RLock())
+        # As the base class does, but without looking for what the lock has: that would be most of the cost.
+        lock: Any = threading.RLock()
+        self._lock, self._is_owned = lock, lock._is_owned
+        self.acquire, self.release = lock.acquire, lock.release  # type: ignore[method-assign]
+        self._waiters: deque[Any] = deque()
         self._over = False
 
     __enter__ = property(attrgetter("_lock.__enter__"))
@@ -33,19 +38,19 @@ class _Condition(threading.Condition):
     def wait(self, timeout: float | None = None) -> bool:
         sleeper = _thread.allocate_lock()
         sleeper.acquire()
-        self._waiters.append(sleeper)  # type: ignore[attr-defined]
+        self._waiters.append(sleeper)
         held = None
         try:
-            held = self._lock._release_save()  # type: ignore[attr-defined]
+            held = self._lock._release_save()
             # A notification after this check releases the sleeper, which is in the list.
             return self._over or sleeper.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
             if held is not None:
-                self._lock._acquire_restore(held)  # type: ignore[attr-defined]
-            elif not self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock._acquire_restore(held)
+            elif not self._lock._is_owned():
                 self.acquire()  # interrupted right after it was released
             with suppress(ValueError):
-                self._waiters.remove(sleeper)  # type: ignore[attr-defined]
+                self._waiters.remove(sleeper)
 
 
 class Future(concurrent.futures.Future[T]):
@@ -73,7 +78,7 @@ class Future(concurrent.futures.Future[T]):
         """Leave the pending state, and rule out cancelling. False if it is cancelled or done."""
         with self._condition:
             if self._state == "PENDING":
-                return self.set_running_or_notify_cancel()
+                self._state = "RUNNING"
             return self._state == "RUNNING"  # the caller may have done it, whose future it is
 
     def notify_cancelled(self) -> None:

@@ -11,6 +11,7 @@ import re
 import stat
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -106,13 +107,24 @@ def _content_of(picture: Picture) -> list[bytes | memoryview]:
     return stored
 
 
-def _hash(model: str, *fields: bytes | memoryview) -> str:
-    digest = hashlib.sha256()
-    for field in (b"mm_encoder.media.1", model.encode(errors="surrogatepass"), *fields):
-        # Each field is preceded by its length, so that no two lists of fields give the same bytes.
-        digest.update(memoryview(field).nbytes.to_bytes(8, "little"))
+def _hash(model: str, kind: bytes, *fields: bytes | memoryview) -> str:
+    digest = hashlib.sha256(_head(model, kind))
+    for field in fields:
+        digest.update(_length(field))
         digest.update(field)
     return digest.hexdigest()
+
+
+@lru_cache(64)
+def _head(model: str, kind: bytes) -> bytes:
+    """Return the first fields of a hash, which are the same for all images of a kind."""
+    fields = b"mm_encoder.media.1", model.encode(errors="surrogatepass"), kind
+    return b"".join(_length(field) + field for field in fields)
+
+
+def _length(field: bytes | memoryview) -> bytes:
+    """Return what precedes each field, so that no two lists of fields give the same bytes."""
+    return memoryview(field).nbytes.to_bytes(8, "little")
 
 
 def check_input(image: object, options: object) -> None:

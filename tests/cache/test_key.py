@@ -200,6 +200,18 @@ def content(image: Any, model: str = "m") -> str:
     return ImagePipeline(family, MediaLimits(), model, torch.float32).content_hash(Job(image))
 
 
+def test_settings_count_by_value_and_not_by_object() -> None:
+    current = [(("setting", "a"),)]
+    keys = Keys({"model": "m"}, lambda: current[0])
+    first = keys.key("content", None)
+    current[0] = (("setting", "b"),)
+    assert keys.key("content", None) != first
+    assert keys.key("content", None, (("setting", "a"),)) == first
+    assert keys.key("content", None) != first
+    current[0] = (("setting", "a"),)
+    assert keys.key("content", None) == first == Keys({"model": "m"}, lambda: current[0]).key("content", None)
+
+
 def test_content_depends_on_the_bytes_not_on_their_carrier(tmp_path: Path) -> None:
     data = case("D06_good.jpg")
     path = tmp_path / "x"
