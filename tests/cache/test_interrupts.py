@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,6 +156,22 @@ def test_a_replica_that_is_interrupted_in_the_cache_leaves_nothing_behind(
     encoder.close()
     assert struck > SAMPLE / 3
     until(lambda: not library_threads())
+
+
+def test_a_delivery_that_is_interrupted_before_its_first_line_is_repeated(
+    glm53_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver, strikes = Coalescer._on_job_done, [SystemExit]
+
+    def interrupted(*arguments: Any) -> None:
+        if strikes:
+            raise strikes.pop()
+        deliver(*arguments)
+
+    monkeypatch.setattr(Coalescer, "_on_job_done", interrupted)
+    with opened(glm53_checkpoint, tmp_path) as encoder:
+        assert encoder.submit(IMAGES[0]).result(HANG).metadata.cache == "miss"
+        assert not strikes
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
