@@ -183,7 +183,8 @@ class Coalescer:
         flight = job.flight = JobFlight(waiter, job.abandon)
         job.caller_future, job.future = waiter.future, Future()
         job.on_start, job.on_computed = flight.mark_running, flight.note_run
-        job.future.add_done_callback(partial(self._on_job_done, flight))
+        job.on_outcome = partial(self._on_job_done, flight)
+        job.future.add_done_callback(job.on_outcome)
         self._attach(waiter, flight)
 
     def before_decode(self, job: Job) -> Callable[[], None] | None:

@@ -106,8 +106,9 @@ class CudaLane:
 
     def __init__(self, device: torch.device, priority: int) -> None:
         self.device = device
-        # Torch clamps positive requests to 0; older releases refused them.
-        self._stream = torch.cuda.Stream(device=device, priority=min(priority, 0))
+        with relaxed_captures():  # the first stream of a process may begin CUDA, and allocates
+            # Torch clamps positive requests to 0; older releases refused them.
+            self._stream = torch.cuda.Stream(device=device, priority=min(priority, 0))
         self.priority = self._stream.priority
         # Blocking: the waiting thread sleeps rather than spins on a core the host needs.
         self._done = torch.cuda.Event(blocking=True)
@@ -201,7 +202,8 @@ class CudaTransfers:
     def __init__(self, device: torch.device, handoff: str) -> None:
         self._device, self._handoff = device, handoff
         # Two: a download may wait for a job that still runs, and no other caller's hit should wait with it.
-        self._down, self._up = (torch.cuda.Stream(device=device) for _ in range(2))
+        with relaxed_captures():
+            self._down, self._up = (torch.cuda.Stream(device=device) for _ in range(2))
 
     def share(self, rows: torch.Tensor, done: Any, consumer: Any) -> None:
         # Not for the stream that had the rows first: its caller may have enqueued other work meanwhile.
@@ -245,7 +247,8 @@ def relaxed_captures() -> Iterator[None]:
     """Let the calling thread wait and allocate while another thread captures a CUDA graph.
 
     In CUDA's and Torch's default mode ("global") such a call of any thread whose own mode is not relaxed
-    invalidates the capture. The mode is the thread's own, and is given back afterwards.
+    invalidates the capture. The mode is the thread's own, and is given back afterwards: hits are uploaded in
+    threads of the host's, and results' callbacks, which are the host's code, run in ours.
     """
     before = exchange_capture_mode(_RELAXED)
     try:

@@ -233,7 +233,8 @@ class Encoder:
     def close(self) -> None:
         """Stop admission, finish accepted images, join every thread, without a timeout. Idempotent.
 
-        In a future's callback it stops admission and returns; the threads end by themselves.
+        In a future's callback, and in a signal handler that interrupts a call of an encoder, it stops
+        admission and returns; the threads end by themselves.
         """
         self._engine.close(drain=True)
 

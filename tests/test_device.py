@@ -222,6 +222,10 @@ class Gpu:
         """Refuse a call that invalidates a capture: to wait or allocate in a thread that is not relaxed."""
         assert self.capture is None or self.mode == RELAXED, "the capture is invalid from here on"
 
+    def open_stream(self, device: torch.device | None = None, priority: int = 0) -> Stream:
+        self.unsafe()  # Torch makes all of its streams with the first one, and the context before them
+        return Stream(device, priority)
+
     def pin(
         self, size: int | torch.Size, *, dtype: torch.dtype, device: str, pin_memory: bool
     ) -> torch.Tensor:
@@ -277,7 +281,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: gpu.default)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.stream)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", gpu.open_stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", gpu.entered)
     monkeypatch.setattr(torch.cuda, "stream", gpu.entered)
@@ -582,6 +586,10 @@ def a_hit(handoff: str) -> Use:
     return lambda gpu: CudaTransfers(GPU, handoff).upload(result_of(random_inputs(0)[0]), Stream())
 
 
+def opening_transfers(handoff: str) -> Use:
+    return lambda gpu: CudaTransfers(GPU, handoff)
+
+
 def a_lost_job(gpu: Gpu) -> None:
     lane = CudaLane(GPU, 0)
     with lane.entered():
@@ -594,6 +602,8 @@ USES: dict[str, Use] = {
     **{f"a download, {handoff}": a_download(handoff) for handoff in HANDOFFS},
     **{f"a hit, {handoff}": a_hit(handoff) for handoff in HANDOFFS},
     "a failed job": a_lost_job,
+    "opening a lane": lambda gpu: CudaLane(GPU, 0),
+    **{f"opening transfers, {handoff}": opening_transfers(handoff) for handoff in HANDOFFS},
 }
 
 
@@ -611,6 +621,16 @@ def test_control_a_thread_in_the_default_mode_breaks_it(
     monkeypatch.setattr(device, "exchange_capture_mode", lambda mode: mode)
     with pytest.raises(AssertionError, match="the capture is invalid"), gpu.captured(Stream()):
         USES[use](gpu)
+
+
+def test_a_results_callback_runs_in_the_hosts_mode(gpu: Gpu) -> None:
+    """It is the host's code, though it runs in a thread of ours: nothing of ours is left set there."""
+    lane, transfers = CudaLane(GPU, 0), CudaTransfers(GPU, "stream")
+    with lane.entered():
+        rows: Any = gpu.tower(lane.upload(random_inputs(0)[0]))
+        done = lane.make_consumer_wait(Stream())
+    transfers.share(rows, done, Stream())
+    assert gpu.mode == GLOBAL
 
 
 def test_the_mode_is_given_back_when_something_fails(gpu: Gpu) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 
 from ..errors import CacheError
 from .directory import LEDGER, LOCK, require_cache, touch
-from .locks import Lock, make_closer, open_file
+from .locks import Closer, Lock, open_file
 
 _RECORD = struct.Struct("<QQQ")  # entries, bytes, dirty flag
 LEDGER_BYTES = _RECORD.size
@@ -51,7 +51,7 @@ class Ledger:
         self._path = os.path.join(path, LEDGER)
         self._descriptor = open_file(path, LEDGER)
         self._mutex = threading.Lock()
-        self._close = make_closer(self, self._descriptor)
+        self._close = Closer(self, self._descriptor)
         self.entries = self.bytes = 0
         self.clean = False
         self.waited = False

@@ -15,9 +15,11 @@ import errno
 import fcntl
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import repeat
 
 from ..errors import CacheError, CacheLockedError
 
@@ -55,7 +57,7 @@ class Lock:
                 ) from None
             except OSError as error:
                 raise CacheError(f"the cache directory {path} cannot be locked: {error.strerror}") from error
-            self.release = make_closer(self, file, folder)
+            self.release = Closer(self, file, folder)
             opened.pop_all()
 
 
@@ -65,17 +67,34 @@ def open_file(path: str, name: str) -> int:
     return os.open(os.path.join(path, name), flags, 0o666)
 
 
-def make_closer(owner: object, *descriptors: int) -> weakref.finalize[..., Any]:
-    """Return what closes the descriptors: when called, when `owner` is collected, or in a forked child."""
-    close = weakref.finalize(owner, _unlock_and_close, descriptors, os.getpid())
-    close.atexit = False  # the kernel does it then, and a thread may still be writing
-    os.register_at_fork(after_in_child=close)
-    return close
+class Closer:
+    """Unlocks and closes descriptors: when called, when `owner` is collected, or in a forked child. A call
+    that was interrupted may be repeated.
+    """
+
+    def __init__(self, owner: object, *descriptors: int) -> None:
+        self._left = list(descriptors)
+        self._close = partial(_unlock_and_close, self._left, os.getpid())
+        # The kernel does it at exit, and a thread may still be writing then.
+        weakref.finalize(owner, self._close).atexit = False
+        os.register_at_fork(after_in_child=self._close)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the descriptors are open."""
+        return bool(self._left)
+
+    def __call__(self) -> None:
+        """Unlock and close, if that was not done."""
+        self._close()
 
 
-def _unlock_and_close(descriptors: tuple[int, ...], owner: int) -> None:
-    for descriptor in descriptors:
-        # LOCK_UN, as a child forked outside Python may hold a copy of the descriptor; a child never unlocks.
-        if os.getpid() == owner:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+def _unlock_and_close(left: list[int], owner: int) -> None:
+    # LOCK_UN, as a child forked outside Python may hold a copy of the descriptor; a child never unlocks.
+    if os.getpid() == owner:
+        for descriptor in left:
+            with suppress(OSError):  # a directory that cannot be locked
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    # One call, so that no interrupt comes between forgetting and closing: closed twice, the number may be
+    # that of another file by then.
+    deque(map(os.close, map(list.pop, repeat(left, len(left)))), maxlen=0)

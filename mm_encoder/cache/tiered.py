@@ -199,10 +199,9 @@ class Cache:
                 return
             if not self._writer.is_alive():
                 self._writer = self._start_writer()
-            # The entry last: an interrupt before it leaves nothing, and bytes that the writer corrects.
             self._changed.notify_all()
-            self._backlog_bytes += pending.nbytes
-            self._backlog[key] = pending
+            # One line without a call, between whose parts no interrupt can come.
+            self._backlog_bytes, self._backlog[key] = self._backlog_bytes + pending.nbytes, pending
 
     def _start_writer(self) -> threading.Thread:
         writer = threading.Thread(target=self._run_writer, name="mm-encoder-cache", daemon=True)

@@ -160,8 +160,14 @@ def _wait(budget: Budget[Job], job: Job, grant: Grant | None, until: float | Non
 
 
 def _raise_if_busy(budget: Budget[Job], job: Job) -> None:
-    if budget.cancel_wait(job):  # else it was granted, or refused, a moment ago
-        raise EncoderBusyError(
-            "the queue is full: no slot or bytes became free within `timeout`; retry later, or raise "
-            "timeout=, queue_depth= or queue_bytes="
-        )
+    used = budget.used
+    wanted = budget.cancel_wait(job)
+    if not wanted:  # it was granted, or refused, a moment ago
+        return
+    of_slots = job.plan is None
+    setting, things = ("queue_depth", "slots") if of_slots else ("queue_bytes", "bytes")
+    missing = "no slot" if of_slots else f"no room for the image's {wanted} bytes"
+    raise EncoderBusyError(
+        f"the queue is full: {missing} within timeout={job.timeout:.3g} s; {used} of "
+        f"{setting}={budget.limit} {things} are in use. Retry later, or raise timeout= or {setting}="
+    )

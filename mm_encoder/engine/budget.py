@@ -21,7 +21,7 @@ class Budget(Generic[T]):
     """
 
     def __init__(self, limit: int, lock: AskableLock | None = None) -> None:
-        self._limit = limit
+        self.limit = limit
         self._lock = AskableLock() if lock is None else lock
         self._held: dict[T, int] = {}
         self._waiters: OrderedDict[T, tuple[int, Grant]] = OrderedDict()
@@ -42,11 +42,11 @@ class Budget(Generic[T]):
         return grant
 
     @guarded
-    def cancel_wait(self, holder: T) -> bool:
-        """Stop waiting; False if the amount was granted by then."""
-        waited = self._waiters.pop(holder, None) is not None
+    def cancel_wait(self, holder: T) -> int:
+        """Stop waiting, and return the amount that was waited for; 0 if it was granted by then."""
+        amount, _ = self._waiters.pop(holder, (0, None))
         self._advance()
-        return waited and holder not in self._held
+        return 0 if holder in self._held else amount
 
     @guarded
     def release(self, holder: T) -> None:
@@ -93,4 +93,4 @@ class Budget(Generic[T]):
             self._waiters.pop(holder, None)
 
     def _fits(self, amount: int) -> bool:
-        return not self._held or sum(self._held.values()) + amount <= self._limit
+        return not self._held or sum(self._held.values()) + amount <= self.limit

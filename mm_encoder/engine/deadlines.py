@@ -27,13 +27,15 @@ class Deadlines:
         """Fail `job` at its deadline, if it has one and is pending by then."""
         if job.deadline is None:
             return
+        again = job in self._watched
         self._watched[job] = job.deadline
         if self._next is None or job.deadline < self._next:
             self._changed.put(None)
         if job.future.done():  # `forget` may have come before
             self.forget(job)
-        if job.deadline <= time.monotonic():
-            job.fail_if_pending(_late())
+        past = time.monotonic() - job.deadline
+        if past >= 0:
+            job.fail_if_pending(_late() if again else _never_in_time(past))
 
     def forget(self, job: Promise) -> None:
         """Watch `job` no longer."""
@@ -75,3 +77,10 @@ class Deadlines:
 
 def _late() -> DeadlineExceededError:
     return DeadlineExceededError("the deadline passed before a replica took the image")
+
+
+def _never_in_time(past: float) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"the deadline was {past:.3f} s in the past when the image was submitted; it is a moment on the "
+        "monotonic clock: pass time.monotonic() + seconds"
+    )

@@ -122,8 +122,9 @@ def run_in_new_thread(work: Callable[[], object]) -> None:
     thread = threading.Thread(target=work, name="mm-encoder-end", daemon=True)
     try:
         _thread.start_new_thread(_begin, (thread,))
-    except RuntimeError:
-        if not sys.is_finalizing():  # the interpreter's exit ends everything anyway
+    except RuntimeError as error:
+        # The interpreter's exit ends everything anyway. While atexit's functions run only the text tells.
+        if not (sys.is_finalizing() or "interpreter shutdown" in str(error)):
             raise
 
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import FrameType
 
 from ..errors import EncoderClosedError
 from .future import run_in_new_thread
 from .scheduler import Scheduler
 from .worker import is_owned_by, owned_thread
+
+# Where locks are taken and jobs admitted.
+_ENGINE = Path(__file__).parent
+_CACHE, _PACKAGE = _ENGINE.parent / "cache", _ENGINE.parent
+_OURS = tuple(f"{folder}{os.sep}" for folder in (_ENGINE, _CACHE))
+_OURS += tuple(str(_PACKAGE / name) for name in ("encoder.py", "cached.py", "coalescer.py", "locks.py"))
 
 
 class ThreadGroup:
@@ -54,7 +64,9 @@ class ThreadGroup:
     def stop(self, *, drain: bool) -> None:
         """Stop admission, finish (`drain`) or cancel what waits, and join every thread.
 
-        In one of the group's own threads, as from a future's callback, a new thread does the joining.
+        In one of the group's own threads, as from a future's callback, a new thread does the joining. So it
+        does in a signal handler or finalizer that came while this thread was in a call of an encoder: it may
+        hold locks and a slot there, which the others wait for.
         """
         if os.getpid() != self._pid:  # a forked child has neither the threads nor a lock it may wait for
             return
@@ -65,6 +77,8 @@ class ThreadGroup:
             self._scheduler.cancel_waiting()
         if is_owned_by(self._scheduler):
             self._start_joiner()
+        elif _interrupts_our_code():
+            run_in_new_thread(partial(self.stop, drain=True))
         else:
             self._join(None)
 
@@ -95,3 +109,17 @@ class ThreadGroup:
     def _at_exit(self) -> None:
         self._exiting = True
         self.stop(drain=False)
+
+
+def _interrupts_our_code() -> bool:
+    """Return whether the calling thread was in our code already when it came to what calls this."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (_is_ours(frame) or frame.f_code.co_filename == contextlib.__file__):
+        frame = frame.f_back  # the call of `close`, or of `__init__` that undoes itself
+    while frame is not None and not _is_ours(frame):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OURS)

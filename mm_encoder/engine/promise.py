@@ -31,6 +31,8 @@ class Promise:
     """Called with the promise and its error (None: a result) right before the outcome can be seen; when the
     future is cancelled, after that. Called again if an interrupt came between: that must change nothing.
     """
+    on_outcome: Callable[[Any], object] = field(default=lambda future: None, kw_only=True)
+    """A done-callback of the future whose interruption may lose nothing: it is called again then."""
     begun: bool = field(default=False, kw_only=True)
     """Whether somebody has the right to give the outcome."""
     _verdict: BaseException | None = field(default=None, kw_only=True)
@@ -102,15 +104,19 @@ class Promise:
             self.fail(error)
 
     def _resolve(self, setter: Callable[[Any], object], value: Any) -> None:
+        called_back = False
         try:
             if not self.future.done():  # the caller may have done it, or a call that was interrupted
                 setter(value)
+                called_back = True
         except BaseException:
             # From a done-callback, see `cancel`; or an interrupt, before the outcome was set.
             logger.exception("a callback on a result failed")
         finally:
             if not self.future.done():
                 setter(value)
+            if not called_back:
+                self.on_outcome(self.future)
 
 
 def _on_cancelled(watched: weakref.ref[Promise], pid: int, future: Future[ImageResult]) -> None:

@@ -25,7 +25,7 @@ from PIL import (
 )
 
 from ..config import MediaLimits
-from ..errors import MediaDecodeError, UnsupportedMediaError
+from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from .containers import bmp_filled_up, check_jpeg_scans, gif_first_frame, repair_jpeg_headers
 from .faults import check_memory, is_out_of_memory, raise_host_fault
 from .header import BMP_RAW, BMP_RLE4, BMP_RLE8, Header, read_header, read_jpeg
@@ -42,22 +42,27 @@ def decode(data: bytes, limits: MediaLimits, *, exif_orientation: bool = True) -
     """
     header = read_header(data, limits)
     try:
-        picture = _DECODERS[header.kind](data, header)
-    except UnsupportedMediaError:
-        raise
+        picture = _decode(data, header)
     except MediaDecodeError:
-        check_memory(header.kind, header.size)
-        raise
-    except Exception as error:  # Pillow's parsers raise many types of exception on bad data
-        raise_host_fault(error)
-        check_memory(header.kind, header.size)
-        raise MediaDecodeError(f"the {header.kind} is truncated or corrupt") from error
+        if not check_memory(header.kind, header.size):
+            raise
+        picture = _decode(data, header)  # a moment ago there may have been less memory than now
     if picture.size != header.size:
         raise MediaDecodeError(
             f"the {header.kind} header says {header.size.width}x{header.size.height}, "
             f"but {picture.size.width}x{picture.size.height} was decoded"
         )
     return picture.oriented(header.orientation) if exif_orientation else picture
+
+
+def _decode(data: bytes, header: Header) -> Picture:
+    try:
+        return _DECODERS[header.kind](data, header)
+    except MediaError:
+        raise
+    except Exception as error:  # Pillow's parsers raise many types of exception on bad data
+        raise_host_fault(error)
+        raise MediaDecodeError(f"the {header.kind} is truncated or corrupt") from error
 
 
 # --- JPEG --------------------------------------------------------------------------------------------

@@ -64,10 +64,13 @@ def raise_host_fault(error: BaseException) -> None:
         raise fault from error
 
 
-def check_memory(kind: str, size: ImageSize) -> None:
-    """Raise MemoryError unless the host could give what decoding an image of this kind and size takes.
+def check_memory(kind: str, size: ImageSize) -> bool:
+    """Return whether images of this kind are decoded by a library that does not always say why it failed.
 
-    For decoders that do not say why they failed: where there is too little now, that was why.
+    Raises MemoryError if the host could not give what it takes: that was why. If it could, there may have
+    been too little all the same: failing gives memory back.
     """
-    if per_pixel := _WORK_PER_PIXEL.get(kind):
+    per_pixel = _WORK_PER_PIXEL.get(kind)
+    if per_pixel:
         np.empty(_WORK + per_pixel * size.width * size.height, np.uint8)
+    return per_pixel is not None

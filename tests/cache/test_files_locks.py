@@ -74,15 +74,28 @@ def no_locks_on_directories(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_directories_cannot_be_locked_the_file_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the control of the tests above: there a removed file lets a second owner in."""
     no_locks_on_directories(monkeypatch)
-    monkeypatch.setattr(
-        "mm_encoder.cache.locks._unlock_and_close", lambda descriptors, _: [*map(os.close, descriptors)]
-    )
     tier = FileTier(path, BUDGET)
     with pytest.raises(CacheLockedError):
         FileTier(path, BUDGET)
     (path / LOCK).unlink()
     FileTier(path, BUDGET).close()
     tier.close()
+
+
+def test_a_release_that_was_interrupted_can_be_repeated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, strikes = fcntl.flock, [KeyboardInterrupt]
+
+    def interrupted(descriptor: int, kind: int) -> None:
+        if kind == fcntl.LOCK_UN and strikes:
+            raise strikes.pop()
+        flock(descriptor, kind)
+
+    tier = FileTier(path, BUDGET)
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tier._lock.release()
+    tier.close()
+    FileTier(path, BUDGET).close()
 
 
 @pytest.mark.parametrize("follows", [True, False])

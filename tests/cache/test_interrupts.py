@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,11 +32,13 @@ IMAGES = [np.full((30, 30, 3), seed, np.uint8) for seed in range(3)]
 MIB = 1024**2
 
 
-def opened(checkpoint: Path, path: Path) -> Encoder:
+def opened(checkpoint: Path, path: Path, replicas: int = 1) -> Encoder:
     config = CacheConfig(
         memory_bytes=2500, max_entry_bytes=MIB, disk_path=path / "cache", disk_bytes=64 * MIB
     )
-    return Encoder(checkpoint, device="cpu", cache=config, queue_depth=8, preprocess_workers=1)
+    return Encoder(
+        checkpoint, device="cpu", cache=config, queue_depth=8, preprocess_workers=1, replicas_per_gpu=replicas
+    )
 
 
 def far() -> float:
@@ -47,7 +50,7 @@ def new(encoder: Encoder) -> None:
     encoder.bump_weights()
     futures = [encoder.submit(image, deadline=far()) for image in (*IMAGES, IMAGES[0])]
     futures[1].cancel()
-    wait(futures, HANG)
+    assert not wait(futures, HANG).not_done
 
 
 def known(encoder: Encoder) -> None:
@@ -130,3 +133,66 @@ def test_an_interrupted_thread_of_the_library_leaves_nothing_behind(
                 life(encoder)
             check_nothing_left(encoder, place, wanted)
         until(lambda: not library_threads())
+
+
+@pytest.mark.parametrize("error", [SystemExit, MemoryError])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_replica_that_is_interrupted_in_the_cache_leaves_nothing_behind(
+    glm53_checkpoint: Path, tmp_path: Path, error: type[BaseException]
+) -> None:
+    """While it stores a result and gives it to the waiters. One that had just taken a job may be lost."""
+    interrupts = Interrupts(*PARTS, role=in_thread("mm-encoder-replica"))
+    struck = 0
+    encoder = opened(glm53_checkpoint, tmp_path, replicas=2)
+    wanted = [result.tensor.clone() for result in encoder.generate(IMAGES)]
+    for place, visit in places(interrupts, lambda: new(encoder)):  # noqa: B023
+        with interrupts.striking(place, visit, error):
+            new(encoder)
+        struck += interrupts.struck
+        check_nothing_left(encoder, place, wanted)
+        if not all(replica.alive for replica in encoder.health().replicas):
+            encoder.close()
+            encoder = opened(glm53_checkpoint, tmp_path, replicas=2)
+    encoder.close()
+    assert struck > SAMPLE / 3
+    until(lambda: not library_threads())
+
+
+def test_a_delivery_that_is_interrupted_before_its_first_line_is_repeated(
+    glm53_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver, strikes = Coalescer._on_job_done, [SystemExit]
+
+    def interrupted(*arguments: Any) -> None:
+        if strikes:
+            raise strikes.pop()
+        deliver(*arguments)
+
+    monkeypatch.setattr(Coalescer, "_on_job_done", interrupted)
+    with opened(glm53_checkpoint, tmp_path) as encoder:
+        assert encoder.submit(IMAGES[0]).result(HANG).metadata.cache == "miss"
+        assert not strikes
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_close_can_be_repeated(
+    glm53_checkpoint: Path, tmp_path: Path, error: type[BaseException]
+) -> None:
+    """Everything is written by then, and the directory and the threads are free."""
+    interrupts = Interrupts(*PARTS, role=lambda: threading.current_thread().name == CALLER)
+
+    def life(path: Path) -> None:
+        encoder = opened(glm53_checkpoint, path)
+        futures = [encoder.submit(image) for image in IMAGES]
+        as_caller(encoder.close)
+        encoder.close()
+        assert all(future.result(timeout=0) for future in futures)
+        until(lambda: not library_threads())
+
+    for index, (place, visit) in enumerate(places(interrupts, lambda: life(tmp_path / "recorded"))):
+        path = tmp_path / str(index)
+        with interrupts.striking(place, visit, error):
+            life(path)
+        with opened(glm53_checkpoint, path) as encoder:
+            found = [result.metadata.cache for result in encoder.generate(IMAGES)]
+            assert found == ["disk"] * len(IMAGES), place

@@ -433,7 +433,7 @@ def test_closing_while_the_timeout_passes_raises_encoder_closed(
     queued = encoder.submit(GOOD)
     cancel_wait = Budget.cancel_wait
 
-    def closed_before(budget: Budget[Job], job: Job) -> bool:
+    def closed_before(budget: Budget[Job], job: Job) -> int:
         # Not `close`: it waits for accepted jobs, so it would wait for this thread if the slot was granted
         # meanwhile.
         encoder._engine.scheduler.close()

@@ -129,6 +129,58 @@ AT_EXIT = {
         futures[0].add_done_callback(lambda _: (encoder.close(), closed.set()))
         closed.wait()
     """,
+    "close() in several callbacks": """
+        be_slow()
+        encoder = encoder(queue_depth=30, replicas_per_gpu=2)
+        futures = [encoder.submit(IMAGE) for _ in range(30)]
+        closed = threading.Semaphore(0)
+
+        def close(_):
+            encoder.close()
+            closed.release()
+
+        for future in futures[:20]:
+            future.add_done_callback(close)
+        for _ in range(3):
+            closed.acquire()
+    """,
+    "a daemon thread that waits for several futures": """
+        from concurrent.futures import wait
+        be_slow()
+        encoder = encoder(queue_depth=30)
+        futures = [encoder.submit(IMAGE) for _ in range(30)]
+        threading.Thread(target=wait, args=(futures,), daemon=True).start()
+        until(lambda: futures[-1]._waiters)
+    """,
+    "close() in a signal handler inside submit": """
+        from mm_encoder.pipeline import ImagePipeline
+        open_image = ImagePipeline.open
+        be_slow()
+        encoder = encoder(queue_depth=30)
+        signal.signal(signal.SIGUSR1, lambda *_: encoder.close())
+        futures = [encoder.submit(IMAGE) for _ in range(9)]
+
+        def interrupted(*arguments):
+            signal.raise_signal(signal.SIGUSR1)
+            open_image(*arguments)
+
+        ImagePipeline.open = interrupted
+        futures.append(encoder.submit(IMAGE))
+        assert all(future.result() for future in futures)
+        until(lambda: encoder.health().state == "closed")
+    """,
+    "close() in a signal handler inside generate, and sys.exit()": """
+        be_slow()
+        encoder = encoder(queue_depth=30)
+
+        def leave(*_):
+            encoder.close()
+            sys.exit(0)
+
+        signal.signal(signal.SIGUSR1, leave)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        encoder.generate([IMAGE] * 500)
+    """,
     "an encoder that was dropped": """
         be_slow()
         encoder = encoder(queue_depth=30)

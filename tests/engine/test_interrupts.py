@@ -137,3 +137,27 @@ def test_an_interrupted_close_can_be_repeated(glm53_checkpoint: Path, error: typ
         with interrupts.striking(place, visit, error):
             life()
         assert not library_threads()
+
+
+@pytest.mark.parametrize("scenario", [submit, submit_and_cancel, generate])
+def test_close_in_a_signal_handler_anywhere_in_a_call_ends(
+    glm53_checkpoint: Path, scenario: Callable[[Encoder], None]
+) -> None:
+    """The thread may hold locks and a slot where the handler comes, which other threads wait for."""
+    interrupts = Interrupts(*PARTS, role=is_caller)
+
+    def life(strike: Callable[[Encoder], object]) -> None:
+        encoder = opened_encoder(glm53_checkpoint)
+        strike(encoder)
+        encoder.close()
+        nothing_left(encoder)
+        assert not library_threads()
+
+    for place, visit in places(interrupts, lambda: life(lambda it: as_caller(lambda: scenario(it)))):
+
+        def closed_at(encoder: Encoder, place: Place = place, visit: int = visit) -> None:
+            with interrupts.calling(place, visit, lambda _: encoder.close()):
+                as_caller(lambda: scenario(encoder))
+            until(lambda: not library_threads() or not interrupts.struck)
+
+        life(closed_at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 import weakref
@@ -280,12 +281,18 @@ def test_preparation_idle_waits_for_jobs_in_preparation() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
-@pytest.mark.parametrize("full", ["slots", "bytes"])
-def test_a_full_queue_refuses_in_time(timeout: float, full: str) -> None:
-    scheduler = Scheduler(1 if full == "slots" else 9, 100, replicas=1)
+@pytest.mark.parametrize(
+    ("depth", "message"),
+    [
+        (1, "no slot within timeout={} s; 1 of queue_depth=1 slots .* raise timeout= or queue_depth=$"),
+        (9, "no room for .* 80 bytes within timeout={} s; 90 of queue_bytes=100 bytes .* or queue_bytes=$"),
+    ],
+)
+def test_a_full_queue_refuses_in_time(timeout: float, depth: int, message: str) -> None:
+    scheduler = Scheduler(depth, 100, replicas=1)
     enter(scheduler, job(90))
-    refused = job(90)
-    with pytest.raises(EncoderBusyError, match="queue is full"):
+    refused = job(80)
+    with pytest.raises(EncoderBusyError, match="the queue is full: " + message.format(timeout)):
         enter(scheduler, refused, timeout)
     assert held(scheduler) == (1, 90)
     assert scheduler.slots.waiting == scheduler.bytes.waiting == 0
@@ -325,6 +332,27 @@ def test_very_long_timeouts_and_deadlines_wait(far: float) -> None:
     assert deadlines.is_alive()
     scheduler.deadlines.end()
     deadlines.join(HANG)
+
+
+def test_a_deadline_that_was_never_to_be_met_is_told_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(1, 100, replicas=1)
+    monkeypatch.setattr("mm_encoder.engine.deadlines.time.monotonic", lambda: 1000.0)
+    error = enter(scheduler, job(deadline=2.5)).future.exception(timeout=0)
+    assert re.match(
+        r"the deadline was 997\.500 s in the past .* pass time\.monotonic\(\) \+ seconds", str(error)
+    )
+
+
+def test_a_deadline_that_was_in_time_at_first_is_not_said_to_be_in_the_past(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = Scheduler(1, 100, replicas=1)  # no thread runs the deadlines
+    clock = [1000.0]
+    monkeypatch.setattr("mm_encoder.engine.deadlines.time.monotonic", lambda: clock[0])
+    late = job(deadline=1001.0)
+    for clock[0] in (1000.0, 1002.0):  # as after a lookup in the cache
+        scheduler.deadlines.watch(late)
+    assert str(late.future.exception(timeout=0)).startswith("the deadline passed before")
 
 
 @pytest.mark.parametrize("stage", ["waiting", "bytes", "queued", "preparing", "ready"])

@@ -2,8 +2,9 @@
 
 CPython delivers signals, and exceptions set from other threads, as a function begins, after calls and at
 jumps back; a MemoryError may come anywhere. `Interrupts` counts these places, and the beginnings of lines, in
-the threads of one role, and raises at one of them. It leaves out the line events of leaving a `with` block:
-the interpreter leaves it right after the block, with nothing in between.
+the threads of one role, and raises at one of them, or calls something there as a signal handler would. It
+leaves out the line events of leaving a `with` block: the interpreter leaves it right after the block, with
+nothing in between.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Interrupts:
         self._role = role
         self._visited: dict[Place, int] = {}
         self._target: tuple[Place, int] | None = None
-        self._error: type[BaseException] = KeyboardInterrupt
+        self._strike: Callable[[str], object] = _nothing
         self.struck = False
 
     @contextmanager
@@ -59,7 +60,17 @@ class Interrupts:
         """Raise `error` at the given visit of `place`, counted from 1, once; `struck` tells whether it was
         reached.
         """
-        self._visited, self._target, self._error, self.struck = {}, (place, visit), error, False
+
+        def strike(where: str) -> None:
+            raise error(where)
+
+        with self.calling(place, visit, strike):
+            yield
+
+    @contextmanager
+    def calling(self, place: Place, visit: int, strike: Callable[[str], object]) -> Iterator[None]:
+        """As `striking`, but call `strike` there."""
+        self._visited, self._target, self._strike, self.struck = {}, (place, visit), strike, False
         with self._watched():
             yield
 
@@ -103,7 +114,7 @@ class Interrupts:
         visits = self._visited[place] = self._visited.get(place, 0) + 1
         if (place, visits) == self._target:
             self._target, self.struck = None, True
-            raise self._error(f"injected at {place}, visit {visits}")
+            self._strike(f"injected at {place}, visit {visits}")
 
 
 CALLER = "the caller"
@@ -129,6 +140,10 @@ def as_caller(work: Callable[[], object]) -> None:
 def in_thread(prefix: str) -> Callable[[], bool]:
     """Return the role of the threads whose names begin with `prefix`."""
     return lambda: threading.current_thread().name.startswith(prefix)
+
+
+def _nothing(where: str) -> None:
+    pass
 
 
 def _is_in(code: CodeType, part: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from mm_encoder.media.source import open_source
 from mm_encoder.planner import MediaPlanner
 
 from ..helpers.images import LIMITS, decoded, noise, saved
+from ..helpers.waiting import HANG
 
 JPEG, PNG, WEBP = (saved(noise(45, 37), kind) for kind in ("JPEG", "PNG", "WEBP"))
 
@@ -47,6 +50,94 @@ def test_a_decoder_that_does_not_say_why_is_asked_for_room(monkeypatch: pytest.M
         decoded(WEBP)
     with pytest.raises(MemoryError):
         decoded(saved(noise(45, 37), "AVIF", speed=10)[:-50])
+
+
+def test_a_decoder_that_does_not_say_why_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its failure gave back the memory that it had lacked."""
+    real, calls = _webp.WebPAnimDecoder, list[bytes]()
+
+    def fails_once(data: bytes) -> object:
+        calls.append(data)
+        if len(calls) == 1:
+            raise OSError("could not create decoder object")
+        return real(data)
+
+    wanted = decoded(WEBP)
+    monkeypatch.setattr(_webp, "WebPAnimDecoder", fails_once)
+    assert (decoded(WEBP) == wanted).all()
+    assert len(calls) == 2
+
+
+OUT_OF_MEMORY = """
+import ctypes, faulthandler, io, resource, sys
+from pathlib import Path
+import numpy as np
+from PIL import Image
+from mm_encoder.config import MediaLimits
+from mm_encoder.errors import MediaError
+from mm_encoder.media.decode import decode
+
+faulthandler.enable()
+FORMATS = {
+    "JPEG": {},
+    "JPEG progressive": {"progressive": True},
+    "PNG": {"compress_level": 1},
+    "WEBP": {"method": 0},
+    "WEBP lossless": {"lossless": True, "method": 0},
+    "GIF": {},
+    "BMP": {},
+    "TIFF": {},
+    "TIFF deflate": {"compression": "tiff_adobe_deflate"},
+    "TIFF jpeg": {"compression": "jpeg"},
+    "AVIF": {"speed": 10},
+}
+SIDE = 1000
+ramp = np.add.outer(np.arange(SIDE), np.arange(SIDE)).astype(np.uint8)
+image = Image.fromarray(np.stack([ramp, ramp.T, ramp[::-1]], -1))
+
+def saved(image, name):
+    buffer = io.BytesIO()
+    image.save(buffer, name.split()[0], **FORMATS[name])
+    return buffer.getvalue()
+
+def limit(spare):
+    ctypes.CDLL(None).malloc_trim(0)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + spare, -1))
+
+for name in FORMATS:
+    large, small = saved(image, name), saved(image.resize((32, 32)), name)
+    outcomes = set()
+    for spare in (*range(0, 36, 4), 400):
+        decode(small, MediaLimits())
+        limit(spare << 20)
+        try:
+            decode(large, MediaLimits())
+            outcome = "decoded"
+        except MediaError as error:
+            outcome = f"called bad with {spare} MiB to spare: {error}, from {error.__cause__!r}"
+        except MemoryError:
+            outcome = "too little memory"
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+        outcomes.add(outcome)
+    assert "decoded" in outcomes, name
+    print(name, outcomes - {"decoded", "too little memory"} or "right", flush=True)
+    print(name, outcomes, file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory with Linux's RLIMIT_AS")
+def test_every_decoder_may_run_out_of_real_memory() -> None:
+    """Good images, and less and less memory for them: none is called bad, and no library crashes."""
+    run = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False, timeout=HANG
+    )
+    lines = run.stdout.splitlines()
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert len(lines) == 11
+    assert all(line.endswith(" right") for line in lines), run.stdout
+    ran_out = [line for line in run.stderr.splitlines() if "too little memory" in line]
+    assert len(ran_out) > 4, run.stderr  # the limit limits
 
 
 @pytest.mark.parametrize(
