@@ -27,7 +27,10 @@ from .orientation import SWAPS_SIDES, orientation_of_pillow
 from .picture import Picture, Pixels
 
 ImageInput: TypeAlias = "bytes | bytearray | memoryview | str | Path | np.ndarray | Image.Image"
-"""Encoded bytes, a base64 data URL, a path, an array [h, w], [h, w, 1|3|4], or a Pillow image."""
+"""Encoded bytes, a base64 data URL, a path, an array [h, w] or [h, w, 1|3|4], or a Pillow image, of which the
+frame counts at which it stands. Arrays are uint8, uint16 (0 to 65535: the high byte counts) or floating (0 to
+1; clipped, and refused beyond -0.25 to 1.25).
+"""
 
 
 def is_image(value: object) -> bool:
