@@ -66,8 +66,8 @@ def expand_home(name: str, path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ValueError(
-            f"{name}: the home directory in {os.fspath(path)!r} is not known (is HOME set?); write the path "
-            "in full, or with ./ in front if it is a name"
+            f"{name}: the home directory in {os.fspath(path)!r} is not known (is HOME set?); write the "
+            "path in full"
         ) from None
 
 

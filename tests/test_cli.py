@@ -647,10 +647,18 @@ def test_an_image_may_have_a_name_that_begins_with_a_tilde(home: Path) -> None:
     assert call("plan", "~/checkpoint", "~a.png").exit_code == 0
 
 
+def test_a_folder_that_is_named_like_home_is_not_the_home_directory(home: Path) -> None:
+    picture(Path("~/a.png").absolute(), width=77)
+    done = call("plan", "~/checkpoint", ".")
+    assert (done.exit_code, "77x" in done.stdout) == (0, True)
+
+
 def test_the_api_has_the_same_rule(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Encoder("~/checkpoint", device="cpu") as encoder:
         assert encoder.model == "checkpoint"
-    assert MediaPlanner(Path("~/checkpoint")).model == "checkpoint"
+    planner = MediaPlanner(Path("~/checkpoint"))
+    assert planner.model == "checkpoint"
+    assert planner.plan(Path("~/a.png")) == planner.plan(home / "a.png")
     for cache in (None, CacheConfig(disk_path="~no-such-user/rows", disk_bytes=2**31)):
         with pytest.raises(ValueError, match=r"'~no-such-user/.*' is not known"):
             Encoder("~/checkpoint" if cache else "~no-such-user/checkpoint", device="cpu", cache=cache)

@@ -68,7 +68,8 @@ def find_images(names: Sequence[str]) -> list[Input]:
         keys = itertools.chain([plain], (f"{plain}#{number}" for number in itertools.count(2)))
         # __metadata__ is the name of the format's own entry.
         key = next(key for key in keys if key not in inputs and key != "__metadata__")
-        inputs[key] = Input(key, path)
+        # In full, where a folder of this name was found: an encoder would take it for the home directory.
+        inputs[key] = Input(key, path.absolute() if path.parts[:1] == ("~",) else path)
     return list(inputs.values())
 
 

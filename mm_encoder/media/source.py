@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from PIL import Image
 
-from ..config import ImageOptions, MediaLimits
+from ..config import ImageOptions, MediaLimits, expand_home
 from ..contract import ImageSize
 from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from .decode import decode
@@ -186,6 +186,8 @@ _PIECE = 1 << 20
 
 def _read_file(path: Path, limits: MediaLimits) -> bytes:
     try:
+        if path.parts[:1] == ("~",):  # only this: another name that begins with a tilde is probably a file's
+            path = expand_home("an image", path)
         # Without O_NONBLOCK, opening a pipe or a device could block this thread forever.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
