@@ -60,7 +60,7 @@ else:
 def main() -> None:
     """Run the command line. Raises SystemExit with the exit code."""
     if _MISSING:
-        need = 'the command line needs an extra: pip install "mm-encoder[cli]"'
+        need = "the command line needs more packages: install with the extra cli, see docs/install.md"
         print(f"mm-encoder: {need} ({_MISSING})", file=sys.stderr)
         sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
