@@ -19,6 +19,18 @@ from PIL import Image
 
 from mm_encoder import Encoder, MediaPlan, MediaPlanner
 
+# What config.json calls the placeholder's token: GLM-5.3 and DeepSeek-V4.1, Kimi-K3.
+TOKEN_NAMES = ("image_token_id", "media_placeholder_token_id")
+
+
+def placeholder_of(checkpoint: Path) -> int:
+    """Return the placeholder's token. Raises SystemExit if config.json has none under a known name."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    for name in TOKEN_NAMES:
+        if name in config:
+            return int(config[name])
+    raise SystemExit(f"config.json has none of {', '.join(TOKEN_NAMES)}: pass --token ID")
+
 
 def expand(prompt: Sequence[int], placeholder: int, plans: Sequence[MediaPlan]) -> list[int]:
     """Repeat each placeholder token once for every row of its image. Raises ValueError if their counts
@@ -44,11 +56,10 @@ def main() -> None:
     """Plan two images, expand a prompt for them, encode them, and show where the rows go."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--token", type=int, help="default: image_token_id of config.json")
+    parser.add_argument("--token", type=int, help=f"default: {' or '.join(TOKEN_NAMES)} of config.json")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    config = json.loads((arguments.checkpoint / "config.json").read_text(encoding="utf-8"))
-    placeholder = config["image_token_id"] if arguments.token is None else arguments.token
+    placeholder = placeholder_of(arguments.checkpoint) if arguments.token is None else arguments.token
 
     images = [png(640, 480), png(64, 64)]
     prompt = [1, 2, placeholder, 3, placeholder, 4]

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal
 
@@ -23,32 +23,36 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
     return value
 
 
-def require_count(name: str, value: object) -> int:
-    """Return `value` as an int if it is a positive integer, NumPy's too; raise TypeError or ValueError."""
+def require_count(name: str, value: object, high: int | None = None) -> int:
+    """Return `value` as an int if it is an integer within [1, high], NumPy's too; raise TypeError or
+    ValueError.
+    """
     whole = isinstance(value, Integral) and not isinstance(value, bool)
-    return require_int(name, int(value) if whole else value, 1)  # type: ignore[call-overload]
+    return require_int(name, int(value) if whole else value, 1, high)  # type: ignore[call-overload]
 
 
 def require_seconds(name: str, value: object) -> float:
-    """Return `value` as a float if it is a number of at least 0; raise TypeError or ValueError."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """Return `value` as a float if it is a number, at least 0, NumPy's too; raise TypeError or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__}")
-    if not 0 <= value <= float("inf"):  # NaN is not
+    if value != value or value < 0:
         raise ValueError(f"{name} must be at least 0 seconds, got {value}")
-    return float(min(value, _TEN_YEARS))  # waits take no larger numbers
+    return float(value) if value < _TEN_YEARS else _TEN_YEARS  # waits take no larger numbers
 
 
 def require_moment(name: str, value: object) -> float:
-    """Return `value` as a float if it is a time of time.monotonic(); raise TypeError or ValueError."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a moment on time.monotonic()'s clock, got {type(value).__name__}")
-    ahead = value - time.monotonic()
-    if ahead != ahead or _TEN_YEARS < ahead < float("inf"):
-        raise ValueError(
-            f"{name} must be a moment on time.monotonic()'s clock, got {value}: that is years ahead "
-            "(was it time.time()?)"
-        )
-    return float(value)
+    """Return `value` as a float if it is a time of time.monotonic(), NumPy's numbers too; raise TypeError or
+    ValueError.
+    """
+    wanted = f"{name} must be a moment on time.monotonic()'s clock, got"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{wanted} {type(value).__name__}")
+    moment = float(value)
+    if moment != moment:
+        raise ValueError(f"{wanted} nan; None is no deadline")
+    if _TEN_YEARS < moment - time.monotonic() < float("inf"):
+        raise ValueError(f"{wanted} {value}: that is years ahead (was it time.time()?)")
+    return moment
 
 
 def model_name(model: str | None, default: str) -> str:
@@ -66,8 +70,8 @@ def expand_home(name: str, path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ValueError(
-            f"{name}: the home directory in {os.fspath(path)!r} is not known (is HOME set?); write the path "
-            "in full, or with ./ in front if it is a name"
+            f"{name}: the home directory in {os.fspath(path)!r} is not known (is HOME set?); write the "
+            "path in full"
         ) from None
 
 

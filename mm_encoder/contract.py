@@ -76,7 +76,8 @@ class Plan:
 class MediaPlan:
     """What is known of an image before it is encoded: its rows and their grid, named as in `ImageMetadata`.
 
-    `preprocessing_hash` identifies the preprocessing rules and numbers of the checkpoint.
+    `preprocessing_hash` identifies the preprocessing rules and numbers of the checkpoint. `original_size` is
+    (width, height) as a viewer shows the image, or as encoded with `exif_orientation=False`.
     """
 
     model: str
@@ -107,8 +108,11 @@ class Patches:
 class ImageMetadata:
     """A result without its rows; plain immutable values, picklable, hashable.
 
-    `strides` are in elements. `embedding_offsets` are cumulative row counts. `grid_thws` holds the patch
-    grid (t, h, w) before merging. `original_size` is (width, height) as a viewer shows the image.
+    `mm_hash` covers the model name, the kind of input and the content, but not the image options, the
+    weights or the dtype: as a key of your own, use it with what you vary, and pass `model=`. `strides` are in
+    elements. `embedding_offsets` are cumulative row counts. `grid_thws` holds the patch grid (t, h, w) before
+    merging. `original_size` is (width, height) as a viewer shows the image, or as encoded with
+    `exif_orientation=False`.
     `cache` tells where the rows came from (None: no cache in use). `timings` are (stage, milliseconds),
     excluded from comparison and hash.
     """

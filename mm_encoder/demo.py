@@ -69,7 +69,9 @@ def photos(folder: Path) -> list[Path]:
     """
     package = importlib.util.find_spec("skimage")  # not imported: that takes a second
     if package is None or package.origin is None:
-        raise FileNotFoundError('the photographs come with scikit-image: pip install "mm-encoder[demo]"')
+        raise FileNotFoundError(
+            "the photographs come with scikit-image: install with the extra demo, see docs/install.md"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     data = Path(package.origin).parent / "data"
     return [Path(shutil.copyfile(data / name, folder / name)) for name in _PHOTOS]

@@ -271,7 +271,7 @@ class Encoder:
         if timeout is not None:
             timeout = config.require_seconds("timeout", timeout)
         if deadline is not None:
-            config.require_moment("deadline", deadline)
+            deadline = config.require_moment("deadline", deadline)
         return Job(image, options, expected, consumer_stream(self.device), timeout=timeout, deadline=deadline)
 
     def _log_ready(self) -> None:

@@ -2,8 +2,8 @@
 
     MMEncoderError
     ├─ MediaError (also ValueError)         the caller's media is invalid
-    │  ├─ MediaDecodeError                  empty, truncated, corrupt, no frame
-    │  ├─ UnsupportedMediaError             recognised or not, but not decoded here; names the kind
+    │  ├─ MediaDecodeError                  empty, truncated, corrupt, no frame, of no known kind
+    │  ├─ UnsupportedMediaError             of a kind that is not decoded here; names it
     │  └─ MediaTooLargeError                bytes or pixels over the limit; decided from the header
     ├─ PlanMismatchError (also ValueError)  plan or expected_tokens disagree with the source
     ├─ CheckpointError                      config, processor or weights are not what the family needs
@@ -32,7 +32,7 @@ class MediaError(MMEncoderError, ValueError):
 
 
 class MediaDecodeError(MediaError):
-    """The media is empty, truncated or corrupt."""
+    """The media is empty, truncated or corrupt, or of no kind of media that is known here."""
 
 
 class UnsupportedMediaError(MediaError):

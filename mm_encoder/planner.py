@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .config import ImageOptions, MediaLimits, media_limits, model_name, require_int
+from .config import ImageOptions, MediaLimits, media_limits, model_name, require_count
 from .contract import ImageSize, MediaPlan, Plan
 from .errors import DeviceOutOfMemoryError, ForkedProcessError
 from .families.registry import load_family
@@ -46,7 +46,7 @@ class MediaPlanner:
         read; a path's file is read, and a data URL decoded, whole.
 
         Raises MediaError, for a size over `limits.max_pixels` too; TypeError or ValueError for one that is
-        not two positive ints; DeviceOutOfMemoryError where the host has too little memory, OSError as the
+        not two positive integers; DeviceOutOfMemoryError where the host has too little memory, OSError as the
         system gives it.
         """
         if isinstance(image, tuple):
@@ -126,4 +126,4 @@ def _size(size: tuple[int, int]) -> ImageSize:
     if len(size) != 2:
         raise ValueError(f"a size is (width, height), got {size!r}")
     sides = zip(("width", "height"), size, strict=True)
-    return ImageSize(*(require_int(name, side, 1, 2**31 - 1) for name, side in sides))
+    return ImageSize(*(require_count(name, side, 2**31 - 1) for name, side in sides))

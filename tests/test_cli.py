@@ -49,7 +49,8 @@ def test_a_folder_with_one_corrupt_file(tmp_path: Path, glm53_checkpoint: Path) 
     out = tmp_path / "out.safetensors"
     done = run("encode", glm53_checkpoint, tmp_path / "in", "--out", out, "--device", "cpu")
     assert done.returncode == 1
-    [line] = done.stderr.splitlines()
+    skipped, line = done.stderr.splitlines()
+    assert "1 other file skipped" in skipped
     assert line.startswith(f"{tmp_path / 'in' / 'c.jpg'}: ")
     assert "2 of 3 images" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
@@ -352,15 +353,43 @@ def test_encoding_leaves_the_process_as_it_was(tmp_path: Path, glm53_checkpoint:
 
 def test_folders_are_taken_at_any_depth_and_files_whatever_their_name(tmp_path: Path) -> None:
     folder = tmp_path / "f"
-    for name in ("z.jpg", "b/c.PNG", "b/a.webp", "a.JpEg", "no.txt", "b/deep/er/x.bmp", "png", "y.gif"):
+    for name in ("z.jpg", "b/c.PNG", "b/a.webp", "a.JpEg", "no.txt", "b/deep/er/x.bmp", "png", ".y.gif"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     plain = tmp_path / "plain"
     plain.touch()
-    inputs = files.find_images([str(folder), str(plain)])
-    expected = ["a.JpEg", "b/a.webp", "b/c.PNG", "b/deep/er/x.bmp", "y.gif", "z.jpg"]
+    inputs, skipped = files.find_images([str(folder), str(plain), str(folder)])
+    assert skipped == 2
+    expected = ["a.JpEg", "b/a.webp", "b/c.PNG", "b/deep/er/x.bmp", "z.jpg"]
     assert [item.key for item in inputs] == [*expected, plain.as_posix()]
     assert [item.path for item in inputs] == [*(folder / name for name in expected), plain]
+
+
+def test_every_usual_end_of_an_images_name_is_known(tmp_path: Path) -> None:
+    ends = Image.registered_extensions()
+    usual = {
+        end for end, kind in ends.items() if kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+    }
+    usual |= {".dib", ".heic", ".heif", ".hif"}
+    assert set(files.SUFFIXES) == usual
+    for end in usual:
+        (tmp_path / f"a{end.upper()}").touch()
+    assert len(files.find_images([str(tmp_path)]).inputs) == len(usual)
+
+
+@pytest.mark.parametrize("command", ["encode", "plan"])
+def test_how_many_files_of_a_folder_were_skipped_is_said(
+    command: str, tmp_path: Path, glm53_checkpoint: Path
+) -> None:
+    picture(tmp_path / "photos" / "a.jfif")
+    options = ["--out", tmp_path / "o.safetensors", "--device", "cpu"] if command == "encode" else []
+    given = [command, glm53_checkpoint, tmp_path / "photos", *options]
+    assert call(*given).stderr == ""
+    for count, words in ((1, "1 other file skipped"), (2, "2 other files skipped")):
+        (tmp_path / "photos" / f"{count}.txt").touch()
+        done = call(*given)
+        assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (0, 1, True)
+    assert ".jfif" in call(command, "--help").stdout
 
 
 def test_links_in_circles_pipes_and_links_to_nothing(tmp_path: Path) -> None:
@@ -372,7 +401,7 @@ def test_links_in_circles_pipes_and_links_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "nowhere.png").symlink_to(tmp_path / "gone")
     (tmp_path / "self.png").symlink_to(tmp_path / "self.png")
     os.mkfifo(tmp_path / "pipe.png")
-    keys = [item.key for item in files.find_images([str(tmp_path)])]
+    keys = [item.key for item in files.find_images([str(tmp_path)]).inputs]
     assert keys == ["a.png", "link.png", "nowhere.png", "self.png"]
 
 
@@ -400,7 +429,7 @@ def test_keys_are_unique_and_the_same_file_counts_once(
     for seed, name in enumerate(("one/x.png", "two/x.png", "x.png", "x.png#2")):
         picture(tmp_path / name, width=40 + seed)
     given = ["one", "two", "x.png", "./x.png", "x.png#2", "one"]
-    inputs = files.find_images(given)
+    inputs = files.find_images(given).inputs
     assert [(item.key, item.path.as_posix()) for item in inputs] == [
         ("x.png", "one/x.png"),
         ("x.png#2", "two/x.png"),
@@ -656,10 +685,18 @@ def test_an_image_may_have_a_name_that_begins_with_a_tilde(home: Path) -> None:
     assert call("plan", "~/checkpoint", "~a.png").exit_code == 0
 
 
+def test_a_folder_that_is_named_like_home_is_not_the_home_directory(home: Path) -> None:
+    picture(Path("~/a.png").absolute(), width=77)
+    done = call("plan", "~/checkpoint", ".")
+    assert (done.exit_code, "77x" in done.stdout) == (0, True)
+
+
 def test_the_api_has_the_same_rule(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Encoder("~/checkpoint", device="cpu") as encoder:
         assert encoder.model == "checkpoint"
-    assert MediaPlanner(Path("~/checkpoint")).model == "checkpoint"
+    planner = MediaPlanner(Path("~/checkpoint"))
+    assert planner.model == "checkpoint"
+    assert planner.plan(Path("~/a.png")) == planner.plan(home / "a.png")
     for cache in (None, CacheConfig(disk_path="~no-such-user/rows", disk_bytes=2**31)):
         with pytest.raises(ValueError, match=r"'~no-such-user/.*' is not known"):
             Encoder("~/checkpoint" if cache else "~no-such-user/checkpoint", device="cpu", cache=cache)
@@ -732,7 +769,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     code, output, errors = run_source(program, limit=HANG)
     assert (code, output) == (2, "")
     [line] = errors.splitlines()
-    assert 'pip install "mm-encoder[cli]"' in line
+    assert "install with the extra cli, see docs/install.md" in line
 
 
 def test_the_package_never_imports_what_only_the_command_needs() -> None:

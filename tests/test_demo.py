@@ -139,7 +139,7 @@ def test_without_scikit_image_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match=r'pip install "mm-encoder\[demo\]"'):
+    with pytest.raises(FileNotFoundError, match="install with the extra demo, see docs/install.md"):
         demo.photos(tmp_path)
 
 

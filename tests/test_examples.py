@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,18 +25,20 @@ import pytest
 from PIL import Image
 
 from mm_encoder import Encoder, MediaLimits
+from mm_encoder.families.registry import FAMILIES
 
 from .helpers.holding import hold_towers
 from .helpers.waiting import HANG, until
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-CHECKPOINT = ROOT / "tests" / "golden" / "glm53" / "checkpoint"
+GOLDEN = ROOT / "tests" / "golden"
+CHECKPOINT = GOLDEN / "glm53" / "checkpoint"
 IMAGES = CHECKPOINT.parent / "images"
 
 
-def command(name: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-W", "error", str(EXAMPLES / name), str(CHECKPOINT), *map(str, arguments)]
+def command(name: str, *arguments: object, checkpoint: Path = CHECKPOINT) -> list[str]:
+    return [sys.executable, "-W", "error", str(EXAMPLES / name), str(checkpoint), *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
@@ -44,9 +47,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def printed_by(name: str, *arguments: object) -> list[str]:
+def printed_by(name: str, *arguments: object, checkpoint: Path = CHECKPOINT) -> list[str]:
     run = subprocess.run(
-        command(name, *arguments),
+        command(name, *arguments, checkpoint=checkpoint),
         env=environment(),
         capture_output=True,
         text=True,
@@ -82,12 +85,27 @@ def test_planner_only_prints_plans_and_inputs() -> None:
     assert planned[0].startswith(f"{IMAGES / 'a.png'}: ")
 
 
-def test_placeholders_become_as_many_tokens_as_there_are_rows() -> None:
-    assert printed_by("vllm_placeholder.py") == [
-        "6 tokens became 100",
-        "80 rows go to positions 2 to 81",
-        "16 rows go to positions 83 to 98",
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_placeholders_become_as_many_tokens_as_there_are_rows(family: str) -> None:
+    first, second = {"glm53": (80, 16), "kimi_k3": (63, 9), "deepseek41": (42, 32)}[family]
+    assert printed_by("vllm_placeholder.py", checkpoint=GOLDEN / family / "checkpoint") == [
+        f"6 tokens became {4 + first + second}",
+        f"{first} rows go to positions 2 to {1 + first}",
+        f"{second} rows go to positions {3 + first} to {2 + first + second}",
     ]
+
+
+def test_a_config_without_a_known_placeholder_asks_for_the_token(tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path / "checkpoint")
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    del config["image_token_id"]
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config))
+    asking = command("vllm_placeholder.py", checkpoint=tmp_path / "checkpoint")
+    run = subprocess.run(asking, env=environment(), capture_output=True, text=True, timeout=HANG, check=False)
+    assert run.returncode == 1
+    assert re.fullmatch(r"config.json has none of image_token_id, .*: pass --token ID\n", run.stderr)
+    told = printed_by("vllm_placeholder.py", "--token", 7, checkpoint=tmp_path / "checkpoint")
+    assert told[0] == "6 tokens became 100"
 
 
 def test_the_second_process_reads_what_the_first_has_written(tmp_path: Path) -> None:

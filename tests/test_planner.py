@@ -159,6 +159,17 @@ def test_every_kind_of_image_gives_the_same_size(glm53_checkpoint: Path, tmp_pat
         assert len(inputs["pixel_values"]) == np.prod(plan.grid_thws[0])
 
 
+def test_a_size_may_be_of_numpys_integers(glm53_checkpoint: Path) -> None:
+    plan: Any = MediaPlanner(glm53_checkpoint).plan
+    assert plan((np.int64(640), 480)) == plan((640, np.uint16(480))) == plan((640, 480))
+    for side in (np.float64(640), np.True_, True, "640"):
+        with pytest.raises(TypeError, match="width must be an int, got"):
+            plan((side, 480))
+    for size in (np.int64(0), np.int64(2**31)):
+        with pytest.raises(ValueError, match="width must be from 1 to 2147483647, got"):
+            plan((size, 480))
+
+
 def test_limits_are_configurable(glm53_checkpoint: Path) -> None:
     assert MediaPlanner(glm53_checkpoint, limits=MediaLimits(max_pixels=10**10)).plan(
         np.broadcast_to(np.uint8(0), (50_000, 50_000))

@@ -246,6 +246,6 @@ def _import_foyer() -> Any:
         return importlib.import_module("foyer").HybridCache
     except (ImportError, AttributeError) as error:
         raise CacheError(
-            'disk_backend="foyer" needs Python 3.12 or newer and the package foyer-py: '
-            'pip install "mm-encoder[foyer]"'
+            'disk_backend="foyer" needs Python 3.12 or newer and the package foyer-py: install with the '
+            "extra foyer, see docs/install.md"
         ) from error

@@ -42,7 +42,15 @@ try:
 
     # Typer evaluates the commands' annotations, which are strings, with these names.
     from . import options
-    from .terminal import exit_with_code, open_console, printable, report_error, shape_of, table_of
+    from .terminal import (
+        exit_with_code,
+        open_console,
+        printable,
+        report_error,
+        report_skipped,
+        shape_of,
+        table_of,
+    )
 except ImportError as error:
     _MISSING = str(error)
 else:
@@ -52,7 +60,7 @@ else:
 def main() -> None:
     """Run the command line. Raises SystemExit with the exit code."""
     if _MISSING:
-        need = 'the command line needs an extra: pip install "mm-encoder[cli]"'
+        need = "the command line needs more packages: install with the extra cli, see docs/install.md"
         print(f"mm-encoder: {need} ({_MISSING})", file=sys.stderr)
         sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
@@ -105,11 +113,12 @@ def encode(
 ) -> int:
     """Encode images to one safetensors file, one tensor of embedding rows per image, keyed by its path."""
     config = cache_commands.cache_config(cache, cache_bytes)
-    inputs = find_images(images)
+    inputs, skipped = find_images(images)
     _, loaded_family = load_family(checkpoint, family)  # fails before a folder is created
     check_output("--out", out, ".safetensors", inputs)
     if preview is not None:
         check_output("--preview", preview, ".png", inputs)
+    report_skipped(skipped)
     with Encoder(
         checkpoint,
         model,
@@ -135,12 +144,16 @@ def plan(
     """Print how many rows each image gives, from its header; no weights are read."""
     planner = MediaPlanner(checkpoint, family=family)
     items: list[tuple[str, Path | tuple[int, int]]] = []
+    skipped = 0
     for name in images:
         size = re.fullmatch(r"([0-9]{1,9})[xX]([0-9]{1,9})", name)
         if size and not os.path.exists(name):
             items.append((name, (int(size[1]), int(size[2]))))
         else:
-            items += [(str(item.path), item.path) for item in find_images([name])]
+            found = find_images([name])
+            items += [(str(item.path), item.path) for item in found.inputs]
+            skipped += found.skipped
+    report_skipped(skipped)
     table = table_of("image", "size", "grid t·h·w", "rows")
     for name, item in items:
         try:

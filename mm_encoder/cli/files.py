@@ -25,7 +25,9 @@ from ..runtime import identity
 EXPECTED_ERRORS = (MMEncoderError, ValueError, OSError, MemoryError, SafetensorError)
 """Errors caused by an image, an argument or a file: reported in one line, without a traceback."""
 
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".avif", ".tif", ".tiff", ".heic", ".heif"}
+_ENDS = "apng avif avifs bmp dib gif heic heif hif jfif jpe jpeg jpg png tif tiff webp"
+SUFFIXES = tuple(f".{end}" for end in _ENDS.split())
+"""Ends of the names that are taken for images' in folders. What a file is comes from its bytes."""
 
 
 class Input(NamedTuple):
@@ -35,6 +37,13 @@ class Input(NamedTuple):
     path: Path
 
 
+class Found(NamedTuple):
+    """Images to encode, and how many other files there are in the folders that were searched."""
+
+    inputs: list[Input]
+    skipped: int
+
+
 class Encoded(NamedTuple):
     """An input and its result, with the rows on the CPU."""
 
@@ -42,49 +51,52 @@ class Encoded(NamedTuple):
     result: ImageResult
 
 
-def find_images(names: Sequence[str]) -> list[Input]:
+def find_images(names: Sequence[str]) -> Found:
     """Return the files that `names` stand for: files as they are, and a folder's images at any depth, sorted.
 
-    In folders, hidden files are skipped and links to folders are not followed. `~/` is the home directory. A
-    key is the path as given, or relative to the folder given, with `/`; if two files have the same key, the
-    later one gets `#2`, `#3`, ... A file that occurs twice under one key counts once. Raises ValueError if
-    nothing is found, OSError for a folder that cannot be read.
+    In folders, names with another end than `SUFFIXES` are counted as skipped, hidden files are not looked at,
+    and links to folders are not followed. `~/` is the home directory. A key is the path as given, or relative
+    to the folder given, with `/`; if two files have the same key, the later one gets `#2`, `#3`, ... A file
+    that occurs twice under one key counts once. Raises ValueError if nothing is found, OSError for a folder
+    that cannot be read.
     """
     found: list[tuple[str, Path]] = []
+    skipped: set[Path] = set()
     for given in names:
         # Only this: another name that begins with a tilde is probably a file's.
         name = os.fspath(expand_home("an image", given)) if given == "~" or given.startswith("~/") else given
         if os.path.isdir(name):
             folder = Path(name)
-            found += [(path.relative_to(folder).as_posix(), path) for path in _images_below(folder)]
+            below = _files_below(folder)
+            images = [path for path in below if _may_be_image(path)]
+            skipped |= set(below) - set(images)
+            found += [(path.relative_to(folder).as_posix(), path) for path in images]
         elif name:
             found.append((Path(name).as_posix(), Path(name)))
     if not found:
-        wanted = " ".join(sorted(_SUFFIXES))
-        raise ValueError(f"no images ({wanted}) in {', '.join(map(repr, names))}")
+        raise ValueError(f"no images ({' '.join(SUFFIXES)}) in {', '.join(map(repr, names))}")
     inputs: dict[str, Input] = {}
     for name, path in dict.fromkeys(found):
         plain = name.encode("utf-8", "backslashreplace").decode()  # safetensors accepts only UTF-8 names
         keys = itertools.chain([plain], (f"{plain}#{number}" for number in itertools.count(2)))
         # __metadata__ is the name of the format's own entry.
         key = next(key for key in keys if key not in inputs and key != "__metadata__")
-        inputs[key] = Input(key, path)
-    return list(inputs.values())
+        # In full, where a folder of this name was found: an encoder would take it for the home directory.
+        inputs[key] = Input(key, path.absolute() if path.parts[:1] == ("~",) else path)
+    return Found(list(inputs.values()), len(skipped.difference(path for _, path in found)))
 
 
-def _images_below(folder: Path) -> list[Path]:
+def _files_below(folder: Path) -> list[Path]:
     def stop(error: OSError) -> None:
         raise error  # os.walk would silently skip the folder
 
     paths = (Path(root, name) for root, _, names in os.walk(folder, onerror=stop) for name in names)
-    # Skip pipes and devices, which could block; keep broken links, which are then reported as errors.
-    return sorted(
-        path
-        for path in paths
-        if path.suffix.lower() in _SUFFIXES
-        and not path.name.startswith(".")  # files of editors and systems, such as ._photo.jpg
-        and (path.is_file() or not path.exists())
-    )
+    return sorted(path for path in paths if not path.name.startswith("."))  # such as ._photo.jpg
+
+
+def _may_be_image(path: Path) -> bool:
+    # No pipes and devices, which could block; but broken links, which are then reported as errors.
+    return path.suffix.lower() in SUFFIXES and (path.is_file() or not path.exists())
 
 
 def encode_all(

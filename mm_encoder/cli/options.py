@@ -11,6 +11,7 @@ import torch
 import typer
 
 from ..config import expand_home
+from .files import SUFFIXES
 
 
 class Dtype(StrEnum):
@@ -59,12 +60,15 @@ CheckpointArgument = Annotated[
         show_default=False,
     ),
 ]
+_FOLDERS = f"folders to search at any depth for names that end in {' '.join(SUFFIXES)}"
 ImagesArgument = Annotated[
-    list[str],
-    typer.Argument(help="Image files, and folders to search for images at any depth.", show_default=False),
+    list[str], typer.Argument(help=f"Image files of any name, and {_FOLDERS}.", show_default=False)
 ]
 PlannedArgument = Annotated[
-    list[str], typer.Argument(help="Image files, folders, or sizes like 1920x1080.", show_default=False)
+    list[str],
+    typer.Argument(
+        help=f"Image files of any name, sizes like 1920x1080, and {_FOLDERS}.", show_default=False
+    ),
 ]
 ImageArgument = Annotated[
     Path, typer.Argument(parser=parse_path, metavar="PATH", help="An image file.", show_default=False)

@@ -40,6 +40,13 @@ def report_error(name: str, error: object) -> None:
     print(f"{printable(name)}: {printable(str(error))}", file=sys.stderr)
 
 
+def report_skipped(count: int) -> None:
+    """Say on stderr how many files of searched folders were left out for their names; nothing if none."""
+    if count:
+        files = "1 other file" if count == 1 else f"{count} other files"
+        print(f"mm-encoder: {files} skipped (no name of an image: see --help)", file=sys.stderr)
+
+
 def printable(text: str) -> str:
     """Escape every unprintable character, so that `text` takes one line and cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -73,7 +73,8 @@ def check_source_bytes(count: int, limits: MediaLimits) -> None:
     """Raise MediaTooLargeError if a source of `count` bytes exceeds the limit."""
     if count > limits.max_bytes:
         raise MediaTooLargeError(
-            f"the source has {count} bytes, the limit is {limits.max_bytes}; raise MediaLimits.max_bytes"
+            f"the source has {count} bytes, the limit is {limits.max_bytes}; send a smaller file, or raise "
+            "MediaLimits.max_bytes"
         )
 
 
@@ -85,7 +86,7 @@ def check_pixels(size: ImageSize, limits: MediaLimits, what: str) -> None:
     if width * height > limits.max_pixels:
         raise MediaTooLargeError(
             f"{what} says {width}x{height}, {width * height} pixels; the limit is "
-            f"{limits.max_pixels}; raise MediaLimits.max_pixels"
+            f"{limits.max_pixels}; resize it, or raise MediaLimits.max_pixels"
         )
 
 

@@ -226,8 +226,8 @@ def heif_image(data: bytes) -> Any:
         library = importlib.import_module("pillow_heif")
     except ImportError:
         raise UnsupportedMediaError(
-            "HEIC needs the package pillow-heif; install mm-encoder with the extra heif "
-            "(pip install 'mm-encoder[heif]'), or convert the image"
+            "HEIC needs the package pillow-heif: install with the extra heif, see docs/install.md, or "
+            "convert the image"
         ) from None
     try:
         file = library.open_heif(data, convert_hdr_to_8bit=True)

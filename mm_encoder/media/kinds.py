@@ -16,10 +16,8 @@ _MAGIC = (
     (b"II*\x00\x10\x00\x00\x00CR", "Canon CR2 camera raw"),
     (b"II*\x00", "TIFF"),
     (b"MM\x00*", "TIFF"),
-    (b"II+\x00", "BigTIFF"),
-    (b"MM\x00+", "BigTIFF"),
-    (b"\x00\x00\x01\x00", "ICO"),
-    (b"\x00\x00\x02\x00", "CUR"),
+    (b"II+\x00", "BigTIFF (TIFF with 64-bit offsets)"),
+    (b"MM\x00+", "BigTIFF (TIFF with 64-bit offsets)"),
     (b"8BPS", "PSD"),
     (b"\xff\x0a", "JPEG XL"),
     (b"\x00\x00\x00\x0cJXL ", "JPEG XL"),
@@ -76,6 +74,9 @@ _MAGIC = (
     (b"PK\x03\x04", "ZIP"),
 )
 _RIFF = {b"WEBP": "WebP", b"WAVE": "WAV audio", b"AVI ": "AVI video"}
+# With the number of images: a plain TGA begins with the same four bytes and has two zeros there.
+_ICON = re.compile(rb"\0\0([\1\2])\0(?!\0\0)..", re.DOTALL)
+_TGA_FOOTER = b"TRUEVISION-XFILE.\0"
 _NETPBM = re.compile(rb"P(?:[1-7Ff]\s|7\n)")
 _MARKUP = re.compile(rb"\A(?:\xef\xbb\xbf)?\s*<", re.ASCII)
 _SVG = re.compile(rb"<svg[\s>]", re.IGNORECASE)
@@ -98,6 +99,10 @@ def sniff(data: bytes) -> str:
             return "AIFF audio"
         if data[8:12] in (b"ILBM", b"PBM "):
             return "IFF ILBM"
+    if icon := _ICON.match(data):
+        return "ICO" if icon[1] == b"\1" else "CUR"
+    if data.endswith(_TGA_FOOTER):
+        return "TGA"
     if _NETPBM.match(data):
         return "Netpbm (PNM)"
     if data[:1] == data[188:189] == b"\x47":

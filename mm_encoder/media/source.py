@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from PIL import Image
 
-from ..config import ImageOptions, MediaLimits
+from ..config import ImageOptions, MediaLimits, expand_home
 from ..contract import ImageSize
 from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from .decode import decode
@@ -28,7 +28,10 @@ from .orientation import SWAPS_SIDES, orientation_of_pillow
 from .picture import Picture, Pixels
 
 ImageInput: TypeAlias = "bytes | bytearray | memoryview | str | Path | np.ndarray | Image.Image"
-"""Encoded bytes, a base64 data URL, a path, an array [h, w], [h, w, 1|3|4], or a Pillow image."""
+"""Encoded bytes, a base64 data URL, a path, an array [h, w] or [h, w, 1|3|4], or a Pillow image, of which the
+frame counts at which it stands. Arrays are uint8, uint16 (0 to 65535: the high byte counts) or floating (0 to
+1; clipped, and refused beyond -0.25 to 1.25).
+"""
 
 
 def is_image(value: object) -> bool:
@@ -195,6 +198,8 @@ _PIECE = 1 << 20
 
 def _read_file(path: Path, limits: MediaLimits) -> bytes:
     try:
+        if path.parts[:1] == ("~",):  # only this: another name that begins with a tilde is probably a file's
+            path = expand_home("an image", path)
         # Without O_NONBLOCK, opening a pipe or a device could block this thread forever.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())

@@ -177,38 +177,40 @@ def tiff_layout(data: bytes) -> Layout:
     )
 
 
-def _check_kind(read: _Directory, compression: int, photometric: int, depths: Values, samples: int) -> None:
-    def refuse(what: str) -> UnsupportedMediaError:
-        return UnsupportedMediaError(f"TIFF with {what} is not decoded here")
+def _refusal(what: str) -> UnsupportedMediaError:
+    remedy = "convert it to TIFF of 8-bit RGB, uncompressed or LZW, or to PNG"
+    return UnsupportedMediaError(f"TIFF with {what} is not decoded here; {remedy}")
 
+
+def _check_kind(read: _Directory, compression: int, photometric: int, depths: Values, samples: int) -> None:
     if compression not in _COMPRESSIONS:
-        raise refuse(f"{_OTHER_COMPRESSIONS.get(compression, f'number {compression}')} compression")
+        raise _refusal(f"{_OTHER_COMPRESSIONS.get(compression, f'number {compression}')} compression")
     if photometric not in _SAMPLES_OF:
-        raise refuse(f"{_COLOUR_NAMES.get(photometric, f'photometric interpretation {photometric}')}")
+        raise _refusal(f"{_COLOUR_NAMES.get(photometric, f'photometric interpretation {photometric}')}")
     kinds = set(read.values(_FORMAT, (1,)))
     if kinds != {1} and kinds != {4}:  # 4: undefined, which readers take for unsigned
         names = {2: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
-        raise refuse(f"{names.get(max(kinds), 'unknown')} samples")
+        raise _refusal(f"{names.get(max(kinds), 'unknown')} samples")
     if samples not in _SAMPLES_OF[photometric]:
-        raise refuse(f"{samples} samples per pixel in this colour space")
+        raise _refusal(f"{samples} samples per pixel in this colour space")
     if len(set(depths)) != 1 or depths[0] not in _BITS_OF[photometric] or (samples == 2 and depths[0] != 8):
-        raise refuse(f"{'/'.join(map(str, depths[:5]))} bits per sample in this colour space")
+        raise _refusal(f"{'/'.join(map(str, depths[:5]))} bits per sample in this colour space")
     if photometric == _YCBCR_PHOTO and compression != _JPEG:
-        raise refuse("YCbCr that is not compressed as JPEG")
+        raise _refusal("YCbCr that is not compressed as JPEG")
     if compression == _JPEG and (depths[0] != 8 or photometric in (_WHITE_IS_ZERO, _PALETTE) or samples == 2):
-        raise refuse("JPEG compression in this colour space")
+        raise _refusal("JPEG compression in this colour space")
     if compression in _CCITT and depths != (1,):
-        raise refuse("CCITT compression of more than one bit")
+        raise _refusal("CCITT compression of more than one bit")
     if compression == _JPEG and read.value(_PLANAR, 1) == 2:
-        raise refuse("JPEG compression in separate planes")
+        raise _refusal("JPEG compression in separate planes")
     if samples == 2 and read.value(_PLANAR, 1) == 2:
-        raise refuse("alpha in a plane of its own beside grey")
+        raise _refusal("alpha in a plane of its own beside grey")
     if read.value(_FILL_ORDER, 1) not in (1, 2) or read.value(_PLANAR, 1) not in (1, 2):
         raise MediaDecodeError("the TIFF is corrupt (a tag's value is out of range)")
     if read.value(_FILL_ORDER, 1) == 2 and (depths[0] == 16 or samples != 1):
-        raise refuse("bits in reversed order")
+        raise _refusal("bits in reversed order")
     if read.value(_PREDICTOR, 1) not in (1, 2):
-        raise refuse("a floating-point predictor")
+        raise _refusal("a floating-point predictor")
 
 
 def _extra_samples(read: _Directory, photometric: int, samples: int) -> Values:
@@ -216,7 +218,7 @@ def _extra_samples(read: _Directory, photometric: int, samples: int) -> Values:
     count = samples - {_RGB: 3, _CMYK: 4, _YCBCR_PHOTO: 3}.get(photometric, 1)
     kinds = read.values(_EXTRA)[:count]
     if kinds and max(kinds) > 2:
-        raise UnsupportedMediaError(f"TIFF with extra samples of kind {max(kinds)} is not decoded here")
+        raise _refusal(f"extra samples of kind {max(kinds)}")
     if not kinds and photometric == _RGB:
         return (2,) * count  # readers take the fourth sample for alpha
     return kinds or (0,) * count
@@ -254,7 +256,7 @@ def _place(
         raise MediaDecodeError("the TIFF is truncated or corrupt (some of its strips or tiles are missing)")
     parts = tuple(zip(starts[:count], lengths[:count], strict=True))
     if not all(length for _, length in parts):
-        raise UnsupportedMediaError("TIFF with strips or tiles left out (sparse) is not decoded here")
+        raise _refusal("strips or tiles left out (sparse)")
     if any(start + length > len(read.data) for start, length in parts):
         raise MediaDecodeError("the TIFF is truncated (some of its pixels lie past the end of the file)")
     if sum(length for _, length in parts) > _MAX_SHARING * len(read.data):

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -474,7 +475,12 @@ def test_a_pipe_or_device_file_is_refused_without_blocking(encoder: Encoder, tmp
         ({"timeout": "1"}, TypeError, "timeout must be a number of seconds, got str"),
         ({"timeout": True}, TypeError, "timeout must be a number of seconds, got bool"),
         ({"deadline": time.time() + 5}, ValueError, r"that is years ahead \(was it time.time\(\)\?\)"),
-        ({"deadline": float("nan")}, ValueError, "deadline must be a moment on time.monotonic"),
+        (
+            {"deadline": float("nan")},
+            ValueError,
+            r"on time.monotonic\(\)'s clock, got nan; None is no deadline$",
+        ),
+        ({"timeout": np.True_}, TypeError, "timeout must be a number of seconds, got bool"),
         ({"deadline": None, "timeout": []}, TypeError, "got list"),
         ({"deadline": "soon"}, TypeError, "deadline must be a moment on time.monotonic.* got str"),
     ],
@@ -491,6 +497,15 @@ def test_invalid_timeouts_and_deadlines_raise(
 @pytest.mark.parametrize("past", [0, -1, -1e300, float("-inf")])
 def test_a_deadline_in_the_past_is_late(encoder: Encoder, past: float) -> None:
     assert isinstance(encoder.submit(png(), deadline=past).exception(timeout=0), DeadlineExceededError)
+
+
+def test_timeouts_and_deadlines_may_be_numpys_numbers(encoder: Encoder) -> None:
+    submit: Any = encoder.submit
+    for kind in (np.float32, np.float64, np.int64):
+        soon = kind(time.monotonic() + HANG)
+        assert submit(png(), timeout=kind(HANG), deadline=soon).result(timeout=HANG)
+    late = submit(png(), deadline=np.float32(-1)).exception(timeout=0)
+    assert isinstance(late, DeadlineExceededError)
 
 
 def test_infinite_timeouts_and_deadlines_are_accepted(encoder: Encoder) -> None:

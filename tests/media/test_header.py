@@ -67,6 +67,8 @@ def test_kinds_that_are_decoded_are_known_by_their_first_bytes(start: bytes, kin
         (b"MM\0+\0\x08\0\0", "BigTIFF"),
         (b"\0\0\1\0\1\0", "ICO"),
         (b"\0\0\2\0\1\0", "CUR"),
+        (b"\0\0\2\0\0\1", "CUR"),
+        (saved(noise(8, 8), "TGA"), "TGA"),
         (b"\xff\x4f\xff\x51\0\x2f", "JPEG 2000"),
         (b"\x76\x2f\x31\x01\2\0\0\0", "OpenEXR"),
         (b"P6\n4 4\n255\n", "PNM"),
@@ -101,6 +103,13 @@ def test_other_kinds_are_named_and_refused(start: bytes, kind: str) -> None:
     with pytest.raises(UnsupportedMediaError, match=re.escape(kind)) as error:
         read_header(start, LIMITS)
     assert "AVIF, BMP, GIF, HEIC, JPEG, PNG, TIFF, WebP" in str(error.value)
+
+
+def test_a_plain_tga_is_no_icon() -> None:
+    tga = saved(noise(8, 8), "TGA").removesuffix(b"TRUEVISION-XFILE.\0")
+    assert tga[:6] == b"\0\0\2\0\0\0"  # a cursor file without images, but for the type
+    with pytest.raises(MediaDecodeError, match="of no image format"):
+        read_header(tga, LIMITS)
 
 
 @pytest.mark.parametrize("row", rows("D07"), ids=file_of)

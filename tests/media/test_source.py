@@ -106,6 +106,27 @@ def test_files_that_cannot_be_read_are_the_callers_fault(tmp_path: Path) -> None
     assert open_source(large, MediaLimits(max_bytes=len(PNG))).size == (9, 7)
 
 
+def test_a_path_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.png").write_bytes(PNG)
+    assert open_source(Path("~/a.png"), LIMITS).size == (9, 7)
+    monkeypatch.chdir(tmp_path)
+    for name in ("~a.png", "~root"):  # names of files, and not of users
+        Path(name).write_bytes(PNG)
+        assert open_source(Path(name), LIMITS).size == (9, 7)
+
+
+def test_a_home_that_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", _no_entry)
+    with pytest.raises(MediaDecodeError, match="cannot read a.png: .* is not known .is HOME set"):
+        open_source(Path("~/a.png"), LIMITS)
+
+
+def _no_entry(*_: object) -> None:
+    raise KeyError("uid not found")
+
+
 def test_no_more_of_a_file_is_read_than_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "large"
     with path.open("wb") as file:

@@ -24,7 +24,7 @@ def test_without_foyer_the_error_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "foyer", None)
-    with pytest.raises(CacheError, match=r'Python 3\.12 .* pip install "mm-encoder\[foyer\]"'):
+    with pytest.raises(CacheError, match=r"Python 3\.12 .* install with the extra foyer, see docs/inst"):
         FoyerTier(tmp_path / "cache", SMALLEST)
     assert list(tmp_path.iterdir()) == []
 
