@@ -6,13 +6,14 @@ The reference is the checkpoint's inference code; the formulas below follow it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
@@ -20,12 +21,14 @@ from ..media.patches import Bicubic, resize_and_patchify
 from ..media.picture import Picture
 from . import layers
 from .family import Family, check_heads, read_settings, section
-from .layers import Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm
-from .trunk import Trunk, load_into
+from .layers import Attend, Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm
+from .tables import Tables, stacked, window_index
+from .trunk import Trunk, VisionTower, load_into
 from .weights import Checkpoint
 
 _CHANNELS = 3
 _TEXT = "deepseek_v41_text"
+_START, _NEWLINE, _END = -3, -2, -1  # the special rows of a span, see `Tables`
 _NORM_EPS = 1e-6  # a constant of the reference; text_config.rms_norm_eps belongs to the language model
 _FILL = 127  # of the padding around an image that keeps its aspect ratio
 # The module's names on the left, the checkpoint's on the right.
@@ -189,7 +192,7 @@ class TextConfig:
     hidden_size: int = 5120
 
 
-class DeepSeekTower(nn.Module):
+class DeepSeekTower(VisionTower):
     """Trunk, aligner, and the rows that frame an image."""
 
     def __init__(self, config: VisionConfig, out: int, table: Tensor, kernel_axes: bool = False) -> None:
@@ -214,20 +217,19 @@ class DeepSeekTower(nn.Module):
         self.aligner = GeluMLP(width * self.ratio**2, out, out=out, bias=True)
         self.image_start, self.image_newline, self.image_end = (layers.parameter(out) for _ in range(3))
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [sum(h·w), 3·patch²] and one grid (1, h, w) per image -> the images' spans [rows, out]."""
-        parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
-        # One row per window, flattened as (channel, y, x).
-        windows = [
-            layers.windows(p, g, self.ratio).permute(0, 3, 1, 2).flatten(1)
-            for p, g in zip(parts, grids, strict=True)
-        ]
-        rows = self.aligner(torch.cat(windows)).split([len(window) for window in windows])
-        return torch.cat([self._span(part, grid) for part, grid in zip(rows, grids, strict=True)])
-
-    def _span(self, rows: Tensor, grid: Grid) -> Tensor:
-        """Return start, each token row followed by a newline, and end."""
+    def grid_tables(self, grid: Grid) -> Tables:
+        device = self.trunk.embed.weight.device
         down, across = token_grid(*grid[1:], self.ratio)
-        newlines = self.image_newline.expand(down, 1, -1)
-        body = torch.cat((rows.view(down, across, -1), newlines), dim=1).flatten(0, 1)
-        return torch.cat((self.image_start.unsqueeze(0), body, self.image_end.unsqueeze(0)))
+        # Start, each token row followed by a newline, and end.
+        body = F.pad(torch.arange(down * across, device=device).view(down, across), (0, 1), value=_NEWLINE)
+        order = F.pad(F.pad(body.flatten(), (1, 0), value=_START), (0, 1), value=_END)
+        index = window_index(grid, self.ratio, device)
+        return super().grid_tables(grid)._replace(windows=index, order=order)
+
+    def run(self, patches: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        """uint8 [sum(h·w), 3·patch²] -> the images' spans [rows, out]."""
+        x = self.trunk(patches, tables, attend)
+        # One row per window, flattened as (channel, y, x); those at the edges are padded with zeros.
+        windows = stacked(x, x.new_zeros(x.shape[-1]))[tables.windows].transpose(1, 2).flatten(1)
+        rows = self.aligner(windows)
+        return stacked(rows, self.image_start, self.image_newline, self.image_end)[tables.order]

@@ -6,7 +6,7 @@ The reference is transformers' `models/glm5_next`, which wrote the checkpoint; t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,10 +18,10 @@ from ..errors import CheckpointError
 from ..media.geometry import composite_over_white
 from ..media.patches import Bicubic, resize_and_patchify
 from ..media.picture import Picture
-from . import layers
 from .family import Family, check_agreement, check_heads, read_settings, require, section
-from .layers import Attention, Block, ClampedSwiGLU, Grid, LayerNorm, Linear, RMSNorm
-from .trunk import Trunk, load_into
+from .layers import Attend, Attention, Block, ClampedSwiGLU, LayerNorm, Linear, RMSNorm, normalized_on_host
+from .tables import Tables
+from .trunk import Trunk, VisionTower, load_into
 from .weights import Checkpoint
 
 # The module's names on the left, the checkpoint's on the right.
@@ -191,7 +191,7 @@ class Glm53(Family):
 
     def pixel_values(self, patches: Patches, dtype: torch.dtype) -> Tensor:
         frames = self.processor.temporal_patch_size
-        return layers.normalized_on_host(patches.data, self.table, dtype, frames).flatten(1)
+        return normalized_on_host(patches.data, self.table, dtype, frames).flatten(1)
 
     @property
     def tensor_prefixes(self) -> tuple[str, ...]:
@@ -208,8 +208,8 @@ class Merger(ClampedSwiGLU):
     """proj, LayerNorm, exact GELU, then the clamped SwiGLU; only the norm has a bias."""
 
     def __init__(self, config: VisionConfig) -> None:
-        width = config.out_hidden_size
-        super().__init__(width, config.projection_intermediate_size, config.swiglu_limit, bias=False)
+        width, inner = config.out_hidden_size, config.projection_intermediate_size
+        super().__init__(width, inner, config.swiglu_limit, bias=False)
         self.proj = Linear(width, width, bias=False)
         self.post_projection_norm = LayerNorm(width, _MERGER_NORM_EPS)
 
@@ -217,13 +217,13 @@ class Merger(ClampedSwiGLU):
         return super().forward(nn.functional.gelu(self.post_projection_norm(self.proj(x))))
 
 
-class GlmTower(nn.Module):
+class GlmTower(VisionTower):
     """Trunk, downsampling and merger."""
 
     def __init__(self, config: VisionConfig, table: Tensor) -> None:
         super().__init__()
         width, bias, eps = config.hidden_size, config.attention_bias, config.rms_norm_eps
-        patch, merge, frames = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
+        patch, frames, merge = config.patch_size, config.temporal_patch_size, config.spatial_merge_size
 
         def block() -> Block:
             attention = Attention(width, config.num_heads, bias=bias, norm_eps=eps)
@@ -240,11 +240,11 @@ class GlmTower(nn.Module):
             frames=frames,
         )
         self.downsample = Linear(config.out_hidden_size, width, merge, merge)
-        self.merger = Merger(config)
+        self.merge, self.merger = merge, Merger(config)
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [sum(t·h·w), 3·patch²] and one grid per image -> rows [sum(t·h·w) / merge², out]."""
-        x = self.trunk(patches, grids)
+    def run(self, patches: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        """uint8 [sum(t·h·w), 3·patch²] -> rows [sum(t·h·w) / merge², out]."""
+        x = self.trunk(patches, tables, attend)
         # One row per merge x merge block, flattened as (channel, y, x) like a convolution's window.
-        x = x.view(-1, self.trunk.merge**2, x.shape[-1]).transpose(1, 2).flatten(1)
+        x = x.view(-1, self.merge**2, x.shape[-1]).transpose(1, 2).flatten(1)
         return self.merger(self.downsample(x))

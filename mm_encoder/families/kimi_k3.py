@@ -6,7 +6,7 @@ The reference is the checkpoint's remote code; the formulas below follow it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ from ..errors import CheckpointError, MediaTooLargeError
 from ..media.geometry import Background, composite_over, resize_native
 from ..media.patches import Bicubic, resize_and_patchify
 from ..media.picture import Picture
-from . import layers
 from .family import Family, check_agreement, check_heads, read_settings, require, section
-from .layers import Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm
-from .trunk import PositionTable, Trunk, load_into
+from .layers import Attend, Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm
+from .tables import Tables, window_index
+from .trunk import PositionTable, Trunk, VisionTower, load_into
 from .weights import Checkpoint
 
 _CHANNELS, _MERGE = 3, 2
@@ -205,12 +205,15 @@ class KimiK3(Family):
         return tower
 
 
-class KimiTower(nn.Module):
+class KimiTower(VisionTower):
     """Trunk, merger and projector."""
+
+    merge = _MERGE
 
     def __init__(self, config: VisionConfig, table: Tensor) -> None:
         super().__init__()
         width, patch = config.vt_hidden_size, config.patch_size
+        height, across = config.init_pos_emb_height, config.init_pos_emb_width
 
         def norm() -> nn.Module:
             rms = config.norm_type == "rmsnorm"
@@ -228,22 +231,18 @@ class KimiTower(nn.Module):
             (block() for _ in range(config.vt_num_hidden_layers)),
             norm(),
             theta=_ROPE_THETA,
-            positions=PositionTable(
-                config.init_pos_emb_height,
-                config.init_pos_emb_width,
-                width,
-                config.pos_emb_interpolation_mode,
-            ),
+            positions=PositionTable(height, across, width, config.pos_emb_interpolation_mode),
         )
         merged = width * _MERGE**2
         self.projector = GeluMLP(merged, merged, out=config.text_hidden_size, bias=False)
         self.post_norm = RMSNorm(config.text_hidden_size, config.projector_ln_eps)
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [sum(h·w), 3·patch²] and one grid (1, h, w) per image -> rows [sum(h·w) / 4, out]."""
-        if any(h % _MERGE or w % _MERGE for _, h, w in grids):
-            raise ValueError(f"the sides of grids {list(grids)} must be multiples of {_MERGE}")
-        parts = self.trunk(patches, grids).split([t * h * w for t, h, w in grids])
-        merged = [layers.windows(p, g, _MERGE).flatten(1) for p, g in zip(parts, grids, strict=True)]
-        rows = self.projector(torch.cat(merged))
+    def grid_tables(self, grid: Grid) -> Tables:
+        index = window_index(grid, _MERGE, self.trunk.embed.weight.device)
+        return super().grid_tables(grid)._replace(windows=index)
+
+    def run(self, patches: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        """uint8 [sum(h·w), 3·patch²] -> rows [sum(h·w) / 4, out]."""
+        x = self.trunk(patches, tables, attend)
+        rows = self.projector(x[tables.windows].flatten(1))
         return self.post_norm(rows).to(rows.dtype)

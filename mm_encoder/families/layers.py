@@ -8,7 +8,7 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -23,6 +23,9 @@ Grid: TypeAlias = tuple[int, int, int]
 
 Rope: TypeAlias = tuple[Tensor, Tensor]
 """RoPE tables: cos and sin, float32 [tokens, 1, head_dim/2]."""
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of q, k and v within each packed segment, see `attention`."""
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -142,12 +145,12 @@ class Attention(nn.Module):
                 by_head = values.view(3, self.heads, dim, -1)
                 by_head[:2] = by_head[:2, :, order]
 
-    def forward(self, x: Tensor, rope: Rope, lengths: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         q, k, v = self.qkv(x).view(x.shape[0], 3, self.heads, -1).unbind(1)
         q = q.float() if self.q_norm is None else self.q_norm(q)
         k = k.float() if self.k_norm is None else self.k_norm(k)
         q, k = apply_rope(q, rope).to(v.dtype), apply_rope(k, rope).to(v.dtype)
-        return self.proj(attention(q, k, v, lengths))
+        return self.proj(attend(q, k, v))
 
 
 class Block(nn.Module):
@@ -157,9 +160,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attn, self.norm2, self.mlp = norm1, attn, norm2, mlp
 
-    def forward(self, x: Tensor, rope: Rope, lengths: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         sample()  # in between, other threads may run and switch a setting
-        x = x + self.attn(self.norm1(x), rope, lengths)
+        x = x + self.attn(self.norm1(x), rope, attend)
         return x + self.mlp(self.norm2(x))
 
 
@@ -198,15 +201,6 @@ def repeat_frame(values: Tensor, frames: int) -> Tensor:
     """Repeat a still image as equal frames of a clip: [n, c, y·x] -> [n, c·frames·y·x]."""
     n, channels, area = values.shape
     return values.unsqueeze(2).expand(n, channels, frames, area).reshape(n, -1)
-
-
-def windows(x: Tensor, grid: Grid, side: int) -> Tensor:
-    """Partition [h·w, width] in raster order into windows of side x side patches, in raster order, padded
-    with zeros beyond the grid: [windows, side, side, width].
-    """
-    _, h, w = grid
-    x = F.pad(x.view(h, w, -1), (0, 0, 0, -w % side, 0, -h % side))
-    return x.unflatten(0, (-1, side)).unflatten(2, (-1, side)).transpose(1, 2).flatten(0, 1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:

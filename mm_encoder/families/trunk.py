@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layers import Block, Grid, LayerNorm, Linear, RMSNorm, Rope, normalize_bytes, parameter, repeat_frame
+from .layers import (
+    Attend,
+    Block,
+    Grid,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    attention,
+    normalize_bytes,
+    parameter,
+    repeat_frame,
+)
+from .tables import Tables, TableStore, grid_rope, pack
 from .weights import Checkpoint
 
 Renames: TypeAlias = Sequence[tuple[str, str]]
@@ -27,6 +38,8 @@ class Trunk(nn.Module):
     frames: number of equal frames in a still image's patch.
     """
 
+    table: Tensor
+
     def __init__(
         self,
         table: Tensor,
@@ -40,41 +53,62 @@ class Trunk(nn.Module):
         positions: PositionTable | None = None,
     ) -> None:
         super().__init__()
-        self.table, self.embed, self.norm, self.positions = table, embed, norm, positions
+        self.register_buffer("table", table, persistent=False)  # not in the checkpoint
+        self.embed, self.norm, self.positions = embed, norm, positions
         self.blocks: Sequence[Block] = nn.ModuleList(blocks)  # type: ignore[assignment]
         self.theta, self.merge, self.frames = theta, merge, frames
-        self.tables = GridTables()
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """uint8 [sum(t·h·w), channels·patch²] and one grid per image -> float32 [sum(t·h·w), width]."""
-        _check_packing(patches, grids, self.merge)
+    def forward(self, patches: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        """uint8 [tokens, channels·patch²] and the tables of their grids -> float32 [tokens, width]."""
         pixels = repeat_frame(normalize_bytes(patches, self.table), self.frames)
         x = self.embed(pixels).float()
-        device = x.device
-        if self.positions is not None:
-            make = self.positions.interpolated
-            x = x + torch.cat([self.tables.get(("positions", g), partial(make, g))[0] for g in grids])
-        make_rope = partial(grid_rope, self.merge, self.blocks[0].attn.head_dim, self.theta, device)
-        rope = _pack([self.tables.get(("rope", g), partial(make_rope, g)) for g in grids])
-        lengths = [h * w for t, h, w in grids for _ in range(t)]  # no attention between frames
+        if tables.positions is not None:
+            x = x + tables.positions
         for block in self.blocks:
-            x = block(x, rope, lengths)
+            x = block(x, tables.rope, attend)
         return self.norm(x)
 
+    def tables(self, grid: Grid) -> Tables:
+        """Make the tables of one grid: segments, RoPE and positions."""
+        t, h, w = grid
+        device = self.embed.weight.device
+        rope = grid_rope(self.merge, self.blocks[0].attn.head_dim, self.theta, device, grid)
+        positions = None if self.positions is None else self.positions.interpolated(grid)
+        return Tables((h * w,) * t, rope, positions)
 
-def grid_rope(merge: int, head_dim: int, theta: float, device: torch.device, grid: Grid) -> Rope:
-    """Compute the RoPE tables of one grid on `device`: angles (row·f, column·f) with
-    f_k = theta^(-2k / (head_dim/2)), the patches of a merge x merge block consecutive.
+
+class VisionTower(nn.Module, ABC):
+    """A family's tower in two halves: `tables`, all that depends on the grids, and `run`, the computation,
+    which never looks at a value and so is the same for every grid.
     """
-    t, h, w = grid
-    half = head_dim // 2
-    steps = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
-    frequencies = 1.0 / (theta**steps)
-    blocks = (t, h // merge, w // merge, merge, merge)
-    row = torch.arange(h, dtype=torch.float32, device=device).view(1, -1, 1, merge, 1).expand(blocks)
-    column = torch.arange(w, dtype=torch.float32, device=device).view(1, 1, -1, 1, merge).expand(blocks)
-    angles = torch.cat([p.reshape(-1, 1) * frequencies for p in (row, column)], dim=1).unsqueeze(1)
-    return angles.cos(), angles.sin()
+
+    trunk: Trunk
+    merge = 1
+    """Side, in patches, of the blocks that grids must divide into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = TableStore()
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """uint8 [sum(t·h·w), bytes] and one grid per image -> rows [rows, width] in the images' order."""
+        tables = self.tables(grids, len(patches))
+        return self.run(patches, tables, partial(attention, lengths=tables.lengths))
+
+    def tables(self, grids: Sequence[Grid], patches: int) -> Tables:
+        """Return the packed tables of the images' grids, made once a grid. Raises ValueError unless they
+        account for every patch and divide into merge blocks.
+        """
+        check_packing(patches, grids, self.merge)
+        return pack([self.store.get(grid, self.grid_tables) for grid in grids])
+
+    def grid_tables(self, grid: Grid) -> Tables:
+        """Make the tables of one grid."""
+        return self.trunk.tables(grid)
+
+    @abstractmethod
+    def run(self, patches: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        """Compute the rows; `attend` is attention within each of the tables' segments."""
 
 
 class PositionTable(nn.Module):
@@ -85,56 +119,21 @@ class PositionTable(nn.Module):
         self.weight = parameter(height, width, channels)
         self.mode = mode
 
-    def interpolated(self, grid: Grid) -> tuple[Tensor]:
+    def interpolated(self, grid: Grid) -> Tensor:
         """Return the embeddings of `grid`, float32 [t·h·w, channels] in raster order."""
         t, h, w = grid
         table = self.weight.float()
         if table.shape[:2] != (h, w):
             planes = table.permute(2, 0, 1).unsqueeze(0)
             table = F.interpolate(planes, (h, w), mode=self.mode, align_corners=False)[0].permute(1, 2, 0)
-        return (table.reshape(h * w, -1).repeat(t, 1),)
+        return table.reshape(h * w, -1).repeat(t, 1)
 
 
-class GridTables(threading.local):
-    """An LRU cache of tables that depend on a grid alone.
-
-    One cache per thread: each replica's thread has its own CUDA stream, and a table made on one stream must
-    not be read on another that has not waited for it. Tables larger than `max_bytes` are not kept.
-    """
-
-    def __init__(self, max_bytes: int = 64 * 1024**2) -> None:
-        self.max_bytes = max_bytes
-        self.nbytes = 0
-        self._tables: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> Any:
-        """Return the table under `key`; call `make` if it is missing."""
-        if key in self._tables:
-            self._tables.move_to_end(key)
-            return self._tables[key]
-        table = make()
-        size = sum(part.untyped_storage().nbytes() for part in table)
-        if size <= self.max_bytes:
-            self._tables[key] = table
-            self.nbytes += size
-            while self.nbytes > self.max_bytes:
-                _, old = self._tables.popitem(last=False)
-                self.nbytes -= sum(part.untyped_storage().nbytes() for part in old)
-        return table
-
-
-def _pack(tables: Sequence[Rope]) -> Rope:
-    if len(tables) == 1:
-        return tables[0]
-    cos, sin = zip(*tables, strict=True)
-    return torch.cat(cos), torch.cat(sin)
-
-
-def _check_packing(patches: Tensor, grids: Sequence[Grid], merge: int) -> None:
+def check_packing(patches: int, grids: Sequence[Grid], merge: int) -> None:
     """Raise ValueError unless the grids account for every patch and divide into merge blocks."""
     total = sum(t * h * w for t, h, w in grids)
-    if total != patches.shape[0] or total == 0:
-        raise ValueError(f"got {patches.shape[0]} patches for grids {list(grids)} of {total} patches")
+    if total != patches or total == 0:
+        raise ValueError(f"got {patches} patches for grids {list(grids)} of {total} patches")
     for grid in grids:
         if grid[1] % merge or grid[2] % merge:
             raise ValueError(f"the sides of grid {grid} must be multiples of {merge}")

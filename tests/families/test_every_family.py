@@ -23,8 +23,10 @@ from mm_encoder import (
     UnsupportedMediaError,
 )
 from mm_encoder.families.family import Family
+from mm_encoder.families.layers import Grid
 from mm_encoder.families.registry import FAMILIES, load_family
-from mm_encoder.families.trunk import GridTables, Trunk
+from mm_encoder.families.tables import Tables, TableStore
+from mm_encoder.families.trunk import VisionTower
 from mm_encoder.media.picture import Picture
 
 from ..conftest import GOLDEN
@@ -292,39 +294,40 @@ def test_norms_keep_the_precision_they_are_stored_in(family: Family, tmp_path: P
 
 
 def test_tables_are_kept_within_their_bound_and_the_last_used_stay() -> None:
-    tables = GridTables(max_bytes=1000)
-    made: list[str] = []
+    store = TableStore(max_bytes=1000)
+    made: list[int] = []
 
-    def table(name: str, size: int) -> None:
-        def make() -> tuple[torch.Tensor]:
-            made.append(name)
-            return (torch.zeros(size, dtype=torch.uint8),)
+    def table(name: int, size: int) -> None:
+        def make(grid: Grid) -> Tables:
+            made.append(grid[0])
+            part = torch.zeros(size // 2, dtype=torch.uint8)
+            return Tables((1,), (part, part.clone()))
 
-        tables.get(name, make)
+        store.get((name, 1, 1), make)
 
-    for name, size in [("a", 400), ("b", 400), ("a", 400), ("c", 400), ("a", 400), ("b", 400)]:
+    for name, size in [(1, 400), (2, 400), (1, 400), (3, 400), (1, 400), (2, 400)]:
         table(name, size)
-        assert tables.nbytes <= 1000
-    assert made == ["a", "b", "c", "b"]
-    table("giant", 2000)
-    assert tables.nbytes <= 1000
-    table("giant", 2000)
-    assert made[-2:] == ["giant", "giant"]
+        assert store.nbytes <= 1000
+    assert made == [1, 2, 3, 2]
+    table(9, 2000)
+    assert store.nbytes <= 1000
+    table(9, 2000)
+    assert made[-2:] == [9, 9]
 
 
 def test_each_thread_has_tables_of_its_own(family: Family) -> None:
     tower: Any = family.build_tower(CPU, torch.float32)
-    trunk: Trunk = tower.trunk
+    assert isinstance(tower, VisionTower)
     patches = torch.zeros(24, 588, dtype=torch.uint8)
     with torch.no_grad():
         tower(patches, [(1, 4, 6)])
-    held = trunk.tables.nbytes
+    held = tower.store.nbytes
     assert held > 0
     elsewhere: list[int] = []
-    thread = threading.Thread(target=lambda: elsewhere.append(trunk.tables.nbytes))
+    thread = threading.Thread(target=lambda: elsewhere.append(tower.store.nbytes))
     thread.start()
     thread.join()
     assert elsewhere == [0]
     with torch.no_grad():
         tower(patches, [(1, 4, 6)])
-    assert trunk.tables.nbytes == held
+    assert tower.store.nbytes == held
