@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, MediaTooLargeError
@@ -22,8 +21,8 @@ from ..media.picture import Picture
 from . import layers
 from .family import Family, check_heads, read_settings, section
 from .layers import Attend, Attention, Block, GeluMLP, Grid, Linear, PackedSwiGLU, RMSNorm
-from .tables import Tables, stacked, window_index
-from .trunk import Trunk, VisionTower, load_into
+from .tables import Tables, stacked
+from .trunk import Trunk, VisionTower
 from .weights import Checkpoint
 
 _CHANNELS = 3
@@ -135,6 +134,7 @@ class DeepSeek41(Family):
     model_type, architecture = "deepseek_v41", "DeepseekV41ForCausalLM"
     lookalike_prefixes = ("deepseek_v4", "DeepseekV4")
     tensor_prefixes = ("vision.", "aligner.", "image_")
+    renames = _NAMES
     checkpoints = ("deepseek-ai/DeepSeek-V4.1-Flash", "deepseek-ai/DeepSeek-V4.1-Flash-1017")
 
     @classmethod
@@ -177,12 +177,9 @@ class DeepSeek41(Family):
         down, across = token_grid(*plan.grid_thw[1:], self.vision.downsample_ratio)
         return 1 + np.arange(down)[:, None] * (across + 1) + np.arange(across)
 
-    def build_tower(self, device: torch.device, dtype: torch.dtype) -> DeepSeekTower:
-        name = "vision.patch_embed.proj.weight"
-        kernel = self.checkpoint.shape(name) or ()
-        tower = DeepSeekTower(self.vision, self.out, self.table.to(device, dtype), len(kernel) == 4)
-        load_into(tower, self.checkpoint, _NAMES, self.tensor_prefixes, device, dtype)
-        return tower
+    def declare_tower(self, table: torch.Tensor) -> DeepSeekTower:
+        kernel = self.checkpoint.shape("vision.patch_embed.proj.weight") or ()
+        return DeepSeekTower(self.vision, self.out, table, len(kernel) == 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +194,7 @@ class DeepSeekTower(VisionTower):
 
     def __init__(self, config: VisionConfig, out: int, table: Tensor, kernel_axes: bool = False) -> None:
         super().__init__()
-        self.ratio = config.downsample_ratio
+        self.window = config.downsample_ratio
         width, patch = config.hidden_size, config.patch_size
 
         def block() -> Block:
@@ -214,17 +211,17 @@ class DeepSeekTower(VisionTower):
             RMSNorm(width, _NORM_EPS),
             theta=config.rope_theta,
         )
-        self.aligner = GeluMLP(width * self.ratio**2, out, out=out, bias=True)
+        self.aligner = GeluMLP(width * self.window**2, out, out=out, bias=True)
         self.image_start, self.image_newline, self.image_end = (layers.parameter(out) for _ in range(3))
 
     def grid_tables(self, grid: Grid) -> Tables:
-        device = self.trunk.embed.weight.device
-        down, across = token_grid(*grid[1:], self.ratio)
+        down, across = token_grid(*grid[1:], self.window)
         # Start, each token row followed by a newline, and end.
-        body = F.pad(torch.arange(down * across, device=device).view(down, across), (0, 1), value=_NEWLINE)
-        order = F.pad(F.pad(body.flatten(), (1, 0), value=_START), (0, 1), value=_END)
-        index = window_index(grid, self.ratio, device)
-        return super().grid_tables(grid)._replace(windows=index, order=order)
+        body = np.pad(
+            np.arange(down * across).reshape(down, across), ((0, 0), (0, 1)), constant_values=_NEWLINE
+        )
+        order = self.on_device(np.concatenate(([_START], body.ravel(), [_END])))
+        return super().grid_tables(grid)._replace(order=order)
 
     def run(self, patches: Tensor, tables: Tables, attend: Attend) -> Tensor:
         """uint8 [sum(h·w), 3·patch²] -> the images' spans [rows, out]."""

@@ -9,8 +9,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import Any, ClassVar, Protocol, TypeVar
+from dataclasses import asdict, fields
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -20,19 +20,11 @@ from ..contract import ImageSize, Patches, Plan
 from ..errors import CheckpointError, UnsupportedMediaError
 from ..media.picture import Picture
 from ..media.source import ImageInput, Source, open_source, size_of
-from .layers import Grid, normalized_on_host
+from .layers import normalized_on_host
+from .trunk import Renames, VisionTower, load_into
 from .weights import Checkpoint
 
 T = TypeVar("T")
-
-
-class Tower(Protocol):
-    """A built vision tower on its device; stateless, so threads may share it."""
-
-    def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Return the embedding rows [rows, width] of packed images, in the images' order. `patches` is uint8
-        [sum(t·h·w), bytes] on the tower's device; `grids` has one grid per image.
-        """
 
 
 class Family(ABC):
@@ -48,6 +40,9 @@ class Family(ABC):
     """Side, in patches, of the block that becomes one row."""
 
     checkpoint: Checkpoint
+
+    vision: Any
+    """The settings of the tower, a dataclass."""
 
     name: ClassVar[str]
     """The value of `family=`."""
@@ -140,9 +135,27 @@ class Family(ABC):
         """Return the index of the embedding row at each place of the image: [token rows, token columns]."""
         return np.arange(plan.rows).reshape(plan.grid_thw[1] // self.merge, -1)
 
+    @property
+    def tower_config(self) -> Mapping[str, Any]:
+        """Every number that the tower's computation depends on, besides the shapes of its tensors."""
+        return asdict(self.vision)
+
     @abstractmethod
-    def build_tower(self, device: torch.device, dtype: torch.dtype) -> Tower:
+    def declare_tower(self, table: torch.Tensor) -> VisionTower:
+        """Return the tower without values; `table` is this family's in the tower's dtype and on its device.
+        Raises CheckpointError.
+        """
+
+    @property
+    @abstractmethod
+    def renames(self) -> Renames:
+        """The checkpoint's names of the tower's tensors. Raises CheckpointError."""
+
+    def build_tower(self, device: torch.device, dtype: torch.dtype) -> VisionTower:
         """Read the vision tensors and build the tower on `device`. Raises CheckpointError."""
+        tower = self.declare_tower(self.table.to(device, dtype))
+        load_into(tower, self.checkpoint, self.renames, self.tensor_prefixes, device, dtype)
+        return tower
 
 
 def read_settings(

@@ -21,7 +21,7 @@ from ..media.picture import Picture
 from .family import Family, check_agreement, check_heads, read_settings, require, section
 from .layers import Attend, Attention, Block, ClampedSwiGLU, LayerNorm, Linear, RMSNorm, normalized_on_host
 from .tables import Tables
-from .trunk import Trunk, VisionTower, load_into
+from .trunk import Renames, Trunk, VisionTower
 from .weights import Checkpoint
 
 # The module's names on the left, the checkpoint's on the right.
@@ -32,6 +32,7 @@ NAMES = (
     ("downsample", "downsample"),
     ("merger", "merger"),
 )
+_ALIASES = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
 _CHANNELS = 3
 _MERGER_NORM_EPS = 1e-5  # torch's LayerNorm default, which the reference relies on
 
@@ -64,8 +65,7 @@ class VisionConfig:
             raise CheckpointError(f"{where}.rope_parameters must be an object, got {rope!r}")
         require(rope, f"{where}.rope_parameters", rope_type=("axial", "default"))  # read as axial
         flat = {**vision, "rope_theta": rope.get("rope_theta")}
-        aliases = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
-        read = read_settings(cls, flat, where, aliases)
+        read = read_settings(cls, flat, where, _ALIASES)
         check_heads(read.hidden_size, read.num_heads, "hidden_size / num_heads")
         return read
 
@@ -113,8 +113,7 @@ def plan_image(size: ImageSize, processor: ProcessorConfig) -> Plan:
     """Plan canvas and content of one image as the reference's `smart_resize` and `resize` do."""
     width, height = size
     factor, frames = processor.factor, processor.temporal_patch_size
-    low = processor.min_image_tokens * processor.unit
-    high = processor.max_image_tokens * processor.unit
+    low, high = (n * processor.unit for n in (processor.min_image_tokens, processor.max_image_tokens))
 
     def up(value: int) -> int:
         return -(-value // factor) * factor
@@ -197,11 +196,12 @@ class Glm53(Family):
     def tensor_prefixes(self) -> tuple[str, ...]:
         return (self.checkpoint.only_prefix(("model.visual.", "visual.", "vision_tower.")),)
 
-    def build_tower(self, device: torch.device, dtype: torch.dtype) -> GlmTower:
-        tower = GlmTower(self.vision, self.table.to(device, dtype))
-        renames = [(ours, self.tensor_prefixes[0] + theirs) for ours, theirs in NAMES]
-        load_into(tower, self.checkpoint, renames, self.tensor_prefixes, device, dtype)
-        return tower
+    def declare_tower(self, table: Tensor) -> GlmTower:
+        return GlmTower(self.vision, table)
+
+    @property
+    def renames(self) -> Renames:
+        return [(ours, self.tensor_prefixes[0] + theirs) for ours, theirs in NAMES]
 
 
 class Merger(ClampedSwiGLU):

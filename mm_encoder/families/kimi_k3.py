@@ -20,9 +20,9 @@ from ..media.geometry import Background, composite_over, resize_native
 from ..media.patches import Bicubic, resize_and_patchify
 from ..media.picture import Picture
 from .family import Family, check_agreement, check_heads, read_settings, require, section
-from .layers import Attend, Attention, Block, GeluMLP, Grid, LayerNorm, Linear, RMSNorm
-from .tables import Tables, window_index
-from .trunk import PositionTable, Trunk, VisionTower, load_into
+from .layers import Attend, Attention, Block, GeluMLP, LayerNorm, Linear, RMSNorm
+from .tables import Tables
+from .trunk import PositionTable, Renames, Trunk, VisionTower
 from .weights import Checkpoint
 
 _CHANNELS, _MERGE = 3, 2
@@ -196,10 +196,15 @@ class KimiK3(Family):
         patch = self.vision.patch_size
         return resize_and_patchify(picture.pixels, plan, patch=patch, bicubic=Bicubic.PILLOW, fill=0)
 
-    def build_tower(self, device: torch.device, dtype: torch.dtype) -> KimiTower:
-        tower = KimiTower(self.vision, self.table.to(device, dtype))
-        names = _NAMES + (_PORTED if "mm_projector.linear_1.weight" in self.checkpoint.files else _RELEASED)
-        load_into(tower, self.checkpoint, names, self.tensor_prefixes, device, dtype)
+    def declare_tower(self, table: Tensor) -> KimiTower:
+        return KimiTower(self.vision, table)
+
+    @property
+    def renames(self) -> Renames:
+        return _NAMES + (_PORTED if "mm_projector.linear_1.weight" in self.checkpoint.files else _RELEASED)
+
+    def build_tower(self, device: torch.device, dtype: torch.dtype) -> VisionTower:
+        tower = super().build_tower(device, dtype)
         for block in tower.trunk.blocks:
             block.attn.deinterleave_rope()
         return tower
@@ -208,7 +213,7 @@ class KimiK3(Family):
 class KimiTower(VisionTower):
     """Trunk, merger and projector."""
 
-    merge = _MERGE
+    merge = window = _MERGE
 
     def __init__(self, config: VisionConfig, table: Tensor) -> None:
         super().__init__()
@@ -236,10 +241,6 @@ class KimiTower(VisionTower):
         merged = width * _MERGE**2
         self.projector = GeluMLP(merged, merged, out=config.text_hidden_size, bias=False)
         self.post_norm = RMSNorm(config.text_hidden_size, config.projector_ln_eps)
-
-    def grid_tables(self, grid: Grid) -> Tables:
-        index = window_index(grid, _MERGE, self.trunk.embed.weight.device)
-        return super().grid_tables(grid)._replace(windows=index)
 
     def run(self, patches: Tensor, tables: Tables, attend: Attend) -> Tensor:
         """uint8 [sum(h·w), 3·patch²] -> rows [sum(h·w) / 4, out]."""

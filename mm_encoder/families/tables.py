@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .layers import Grid, Rope
 
@@ -97,12 +97,12 @@ def stacked(rows: Tensor, *special: Tensor) -> Tensor:
     return torch.cat((rows, *(row.unsqueeze(0) for row in special)))
 
 
-def window_index(grid: Grid, side: int, device: torch.device) -> Tensor:
+def window_index(grid: Grid, side: int) -> np.ndarray:
     """Return the tokens of each window of side x side of a still image's grid; see `Tables.windows`."""
     _, h, w = grid
-    tokens = torch.arange(h * w, device=device).view(h, w)
-    padded = F.pad(tokens, (0, -w % side, 0, -h % side), value=-1)
-    return padded.unflatten(0, (-1, side)).unflatten(2, (-1, side)).transpose(1, 2).reshape(-1, side**2)
+    tokens = np.pad(np.arange(h * w).reshape(h, w), ((0, -h % side), (0, -w % side)), constant_values=-1)
+    down, across = tokens.shape[0] // side, tokens.shape[1] // side
+    return tokens.reshape(down, side, across, side).swapaxes(1, 2).reshape(-1, side**2)
 
 
 def grid_rope(merge: int, head_dim: int, theta: float, device: torch.device, grid: Grid) -> Rope:
@@ -113,8 +113,8 @@ def grid_rope(merge: int, head_dim: int, theta: float, device: torch.device, gri
     half = head_dim // 2
     steps = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
     frequencies = 1.0 / (theta**steps)
-    blocks = (t, h // merge, w // merge, merge, merge)
-    row = torch.arange(h, dtype=torch.float32, device=device).view(1, -1, 1, merge, 1).expand(blocks)
-    column = torch.arange(w, dtype=torch.float32, device=device).view(1, 1, -1, 1, merge).expand(blocks)
-    angles = torch.cat([p.reshape(-1, 1) * frequencies for p in (row, column)], dim=1).unsqueeze(1)
+    blocks = (t, h // merge, w // merge, merge, merge, half // 2)
+    row = torch.arange(h, dtype=torch.float32, device=device).view(1, -1, 1, merge, 1, 1) * frequencies
+    column = torch.arange(w, dtype=torch.float32, device=device).view(1, 1, -1, 1, merge, 1) * frequencies
+    angles = torch.cat((row.expand(blocks), column.expand(blocks)), dim=-1).view(-1, 1, half)
     return angles.cos(), angles.sin()

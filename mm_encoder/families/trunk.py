@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +24,7 @@ from .layers import (
     parameter,
     repeat_frame,
 )
-from .tables import Tables, TableStore, grid_rope, pack
+from .tables import Tables, TableStore, grid_rope, pack, window_index
 from .weights import Checkpoint
 
 Renames: TypeAlias = Sequence[tuple[str, str]]
@@ -85,6 +86,8 @@ class VisionTower(nn.Module, ABC):
     trunk: Trunk
     merge = 1
     """Side, in patches, of the blocks that grids must divide into."""
+    window = 0
+    """Side, in patches, of the windows that rows are made of; 0 if their tokens follow one another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +107,14 @@ class VisionTower(nn.Module, ABC):
 
     def grid_tables(self, grid: Grid) -> Tables:
         """Make the tables of one grid."""
-        return self.trunk.tables(grid)
+        tables = self.trunk.tables(grid)
+        if not self.window:
+            return tables
+        return tables._replace(windows=self.on_device(window_index(grid, self.window)))
+
+    def on_device(self, index: np.ndarray) -> Tensor:
+        """Return an index on the tower's device; on a GPU the host waits for the copy, once a grid."""
+        return torch.as_tensor(index, dtype=torch.int64, device=self.trunk.embed.weight.device)
 
     @abstractmethod
     def run(self, patches: Tensor, tables: Tables, attend: Attend) -> Tensor:
@@ -148,12 +158,9 @@ def load_into(
     dtype: torch.dtype,
 ) -> None:
     """Load a declared module from a checkpoint. Raises CheckpointError for unknown names under `prefixes`."""
-    declared = module.state_dict()
+    declared, dtypes = module.state_dict(), tensor_dtypes(module, dtype)
     names = {name: rename(name, renames) for name in declared}
-    exact = _norm_tensors(module)
-    wanted = {
-        names[name]: value.to(torch.float32 if name in exact else dtype) for name, value in declared.items()
-    }
+    wanted = {names[name]: value.to(dtypes[name]) for name, value in declared.items()}
     tensors = checkpoint.load(wanted, prefixes, device)
     assign(module, {name: tensors[theirs] for name, theirs in names.items()})
 
@@ -171,6 +178,12 @@ def assign(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     values = {name: value.float() if name in exact else value for name, value in tensors.items()}
     module.load_state_dict(values, assign=True)
     module.requires_grad_(False).eval()
+
+
+def tensor_dtypes(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor of a tower of `dtype`: the parameters of norms are float32."""
+    exact = _norm_tensors(module)
+    return {name: torch.float32 if name in exact else dtype for name in module.state_dict()}
 
 
 def _norm_tensors(module: nn.Module) -> set[str]:
