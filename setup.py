@@ -46,7 +46,7 @@ kernels = Extension(
         "-Wno-uninitialized",
     ],
     # setuptools links the C++ library, which the kernels do not use and whose version differs between hosts.
-    extra_link_args=["-Wl,--as-needed"] if sys.platform == "linux" else [],
+    extra_link_args=["-Wl,--as-needed", "-ldl"] if sys.platform == "linux" else [],
     optional=not EXACT,
 )
 

@@ -171,7 +171,7 @@ class Health:
 
     `queue_length` and `queue_bytes` are the jobs that have a slot and are not yet running, `oldest_s` the age
     in seconds of the oldest of them, `waiting` the callers that wait for a slot. `last_error` is the engine's
-    last failure as text; invalid images do not count.
+    last failure as text; invalid images do not count. `tower` is "compiled", or "Python" and why.
     """
 
     state: EncoderState
@@ -182,6 +182,7 @@ class Health:
     waiting: int
     oldest_s: float | None
     last_error: str | None
+    tower: str = "Python"
 
     @property
     def serving(self) -> bool:

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ def make_checkpoint(
     released_size: bool = False,
     image_tokens: tuple[int, int] | None = None,
     shards: int = 2,
+    depth: int | None = None,
 ) -> Path:
     """Write a GLM-5.3 checkpoint to `folder` and return the folder. File names, tensor names, dtype
     (bfloat16) and config formats are the release's; the weights are random, the same for the same arguments.
@@ -92,8 +93,9 @@ def make_checkpoint(
     limits; otherwise 4 layers of width 256 and rows of width 512 (15 MB).
     image_tokens: (fewest, most) rows per image; smaller images are enlarged, larger ones reduced. The default
     of the small checkpoint gives photographs of any size a fine grid.
+    depth: number of layers, if another than these.
     """
-    config = write_config(folder, released_size=released_size, image_tokens=image_tokens)
+    config = write_config(folder, released_size=released_size, image_tokens=image_tokens, depth=depth)
     # Declared without storage: only names and shapes.
     declared = GlmTower(config, torch.empty(3, 256, device="meta")).state_dict()
     shapes = [(f"model.visual.{rename(name, NAMES)}", tuple(like.shape)) for name, like in declared.items()]
@@ -116,10 +118,15 @@ def make_checkpoint(
 
 
 def write_config(
-    folder: Path, *, released_size: bool, image_tokens: tuple[int, int] | None = None
+    folder: Path,
+    *,
+    released_size: bool,
+    image_tokens: tuple[int, int] | None = None,
+    depth: int | None = None,
 ) -> VisionConfig:
     """Write the config files alone (see `make_checkpoint`); return the tower's config."""
     config = _RELEASED if released_size else _SMALL
+    config = replace(config, depth=depth or config.depth)
     fewest, most = image_tokens or ((16, 8000) if released_size else (900, 1024))
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", _config(config))

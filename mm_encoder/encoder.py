@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ import torch
 from . import config
 from .cached import admission_of
 from .coalescer import Coalescer, NoCache
+from .compiled.choice import TowerChoice
 from .config import CacheConfig, ImageOptions, MediaLimits
 from .contract import CacheStats, EncoderStats, Health, ImageResult
 from .device import consumer_stream, default_dtype, parse_device
@@ -40,6 +42,8 @@ class Encoder:
     replicas_per_gpu: 1 to 32, each with its own thread, stream and copy of the weights.
     dtype: of tower and results; bfloat16 on CUDA, float32 on the CPU.
     share_weights: one read-only copy of the weights for all replicas.
+    tower: "eager", in Python; "compiled", which runs without the GIL, and is compiled here if that was not
+        done before; "auto": compiled if it was done before. See docs/compiled.md.
     handoff: "host": a result is complete when its future is; "stream": the CUDA stream that was current at
         submission waits for it instead of the host. No difference on a CPU.
     queue_depth: images admitted and not yet running; by default 2 per replica.
@@ -50,8 +54,8 @@ class Encoder:
     wedged_after: seconds at one image after which `health` reports a thread as wedged.
 
     Construction loads every replica. Raises TypeError or ValueError for an impossible argument,
-    CheckpointError for an unsuitable checkpoint, and otherwise the error of the first replica that failed,
-    after stopping the others.
+    CheckpointError for an unsuitable checkpoint, RuntimeMismatchError where tower="compiled" cannot be, and
+    otherwise the error of the first replica that failed, after stopping the others.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Encoder:
         replicas_per_gpu: int = 1,
         dtype: torch.dtype | None = None,
         share_weights: bool = False,
+        tower: Literal["auto", "compiled", "eager"] = "auto",
         batching: None = None,
         handoff: Literal["host", "stream"] = "host",
         queue_depth: int | None = None,
@@ -84,6 +89,7 @@ class Encoder:
             stream_priority=stream_priority,
             replicas_per_gpu=replicas_per_gpu,
             share_weights=share_weights,
+            tower=tower,
             batching=batching,
             handoff=handoff,
             queue_depth=queue_depth,
@@ -94,7 +100,8 @@ class Encoder:
         opened, rules = load_family(checkpoint, family)
         self.model, self.family = config.model_name(model, opened.name), rules.name
         self.replicas_per_gpu = replicas_per_gpu
-        pipeline = ImagePipeline(rules, settings.limits, self.model, self.dtype)
+        self._tower = TowerChoice.make(tower, rules, self.device, self.dtype)
+        pipeline = ImagePipeline(rules, settings.limits, self.model, self.dtype, self._tower)
         with ExitStack() as undo:  # if a step fails, those before it
             self._coalescer = Coalescer.open(cache, settings, pipeline) if cache else NoCache()
             undo.callback(self._coalescer.close)
@@ -211,7 +218,7 @@ class Encoder:
     def health(self) -> Health:
         """Report state, threads, queue and last failure; also after `close` and in callbacks."""
         self._engine.require_own_process()
-        return self._engine.health()
+        return replace(self._engine.health(), tower=str(self._tower))
 
     def stats(self) -> EncoderStats:
         """Return counts since construction, and percentiles of recent times by stage; at any time."""
@@ -277,7 +284,7 @@ class Encoder:
     def _log_ready(self) -> None:
         for index in range(self.replicas_per_gpu):
             logger.info(
-                "ready: %s (%s) replica %d of %d on %s, %s, stream priority %d, native kernels %s",
+                "ready: %s (%s) replica %d of %d on %s, %s, stream priority %d, native kernels %s, tower %s",
                 self.model,
                 self.family,
                 index + 1,
@@ -286,6 +293,7 @@ class Encoder:
                 self.dtype,
                 self.stream_priority,
                 native_summary(),
+                self._tower,
                 extra={"mm_event": "ready", "mm_model": self.model, "mm_worker": index},
             )
 

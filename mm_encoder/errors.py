@@ -53,7 +53,8 @@ class CheckpointError(MMEncoderError):
 
 class RuntimeMismatchError(MMEncoderError):
     """The installed wheel was built for another runtime than this host's, or is damaged; raised at import.
-    The message has each field that differs, as built and as here.
+    The message has each field that differs, as built and as here. Or a compiled tower was asked for that
+    cannot be compiled or used here; raised by `Encoder`.
     """
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from .cache.key import Keys
+from .compiled.choice import TowerChoice
 from .config import MediaLimits
 from .device import Lane
 from .engine.job import Job
@@ -30,6 +31,8 @@ class ImagePipeline:
     limits: MediaLimits
     model: str
     dtype: torch.dtype
+    tower: TowerChoice = field(default_factory=TowerChoice)
+    """Whether the Python or the compiled tower runs."""
 
     def open(self, job: Job) -> None:
         """Replace the job's `image` by a snapshot of it, `source`, and its `plan`. Reads a header only.
@@ -71,7 +74,7 @@ class ImagePipeline:
 
     def build_tower(self, lane: Lane) -> TowerFunction:
         """Build the tower on the lane's device; return once it is usable. Raises CheckpointError."""
-        tower = self.family.build_tower(lane.device, self.dtype)
+        tower = self.tower.apply(self.family.build_tower(lane.device, self.dtype))
         lane.wait()
         return tower
 
@@ -90,6 +93,7 @@ class ImagePipeline:
             "config": hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest(),
             "weights": checkpoint.digest(family.tensor_prefixes),
             "dtype": str(self.dtype),
+            "tower": self.tower.kind,
             "attention": "scaled_dot_product_attention, one image at a time",
             **{name: versions()[name] for name in ("numpy", "pillow", "simplejpeg", "pillow-heif")},
             **describe(device),

@@ -12,6 +12,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_REPLICAS = 32
 _MAX_WORKERS = 256
 _HANDOFFS = ("host", "stream")
+_TOWERS = ("auto", "compiled", "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class EncoderSettings:
     stream_priority: int
     replicas_per_gpu: int
     share_weights: bool
+    tower: str
     batching: None
     handoff: str
     queue_depth: int | None
@@ -44,6 +46,8 @@ class EncoderSettings:
         require_int("queue_depth", self.depth, 1)
         require_int("queue_bytes", self.queue_bytes, 1)
         require_seconds("wedged_after", self.wedged_after)
+        if self.tower not in _TOWERS:
+            raise ValueError(f"tower must be 'auto', 'compiled' or 'eager', got {self.tower!r}")
         if self.handoff not in _HANDOFFS:
             raise ValueError(f"handoff must be 'host' or 'stream', got {self.handoff!r}")
         if type(self.share_weights) is not bool:

@@ -27,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Towers that were compiled on this machine must not change what is tested.
+    os.environ["MM_ENCODER_COMPILED"] = str(Path(__file__).parent / "no-compiled-towers")
     config.addinivalue_line("markers", "needs_cuda: runs on a GPU; skipped without one")
     config.addinivalue_line("markers", "needs_native: calls the native kernels; skipped in a pure install")
     config.addinivalue_line("markers", "threads: several threads race in it; `make stress` repeats it")

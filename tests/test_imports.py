@@ -22,6 +22,7 @@ LAYERS = [
     {"media", "device", "numerics"},
     {"settings"},
     {"families"},
+    {"compiled"},
     {"engine", "cache"},
     {"cached", "coalescer", "pipeline"},
     {"planner", "encoder"},
@@ -33,6 +34,7 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # Arrows that the ranks allow and CONTRIBUTING.md does not.
 FORBIDDEN = {("media", "device"), ("device", "media"), ("planner", "encoder"), ("encoder", "planner")}
 FORBIDDEN |= {("engine", "families"), ("families", "device"), ("cache", "families"), ("cache", "engine")}
+FORBIDDEN |= {("engine", "compiled"), ("cache", "compiled")}
 
 
 def imported_parts(path: Path, package: Path) -> set[str]:

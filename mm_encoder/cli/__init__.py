@@ -23,7 +23,8 @@ import torch
 
 from .. import demo as demonstration
 from .. import viz
-from ..device import open_lane, parse_device
+from ..compiled.choice import TowerChoice, compiled_package
+from ..device import default_dtype, open_lane, parse_device
 from ..encoder import Encoder
 from ..families.family import Family
 from ..families.registry import FAMILIES, load_family
@@ -92,6 +93,7 @@ def build_app() -> typer.Typer:
     commands: list[Callable[..., int]] = [encode, plan, families, doctor, demo, cache_commands.key]
     for command in commands:
         app.command()(exit_with_code(command))
+    app.command("compile")(exit_with_code(compile_tower))
     for command in (cache_commands.stats, cache_commands.verify, cache_commands.clear):
         cache_app.command()(exit_with_code(command))
     app.add_typer(cache_app, name="cache")
@@ -176,9 +178,37 @@ def families() -> int:
     return 0
 
 
-def doctor(device: options.DeviceOption = None, as_json: options.JsonOption = False) -> int:
-    """Print versions, devices and the CUDA stream priority that a replica gets."""
+def compile_tower(
+    checkpoint: options.CheckpointArgument,
+    device: options.DeviceOption = None,
+    dtype: options.DtypeOption = None,
+    family: options.FamilyOption = None,
+) -> int:
+    """Compile a checkpoint's tower for this machine, once; encoders with tower="auto" then run it."""
+    _, rules = load_family(checkpoint, family)
     target = parse_device(options.chosen_device(device))
+    begun = time.perf_counter()
+    with open_console(stderr=True).status("compiling, for a minute or two") as status:
+        package = compiled_package(
+            rules,
+            target,
+            options.chosen_dtype(dtype) or default_dtype(target),
+            lambda step: status.update(f"{step}, for a minute or two"),
+        )
+    print(f"compiled in {time.perf_counter() - begun:.0f} s: {printable(str(package.library))}")
+    return 0
+
+
+def doctor(
+    checkpoint: options.DoctorArgument = None,
+    device: options.DeviceOption = None,
+    as_json: options.JsonOption = False,
+) -> int:
+    """Print versions, devices, and which tower a checkpoint gets; no weights are read."""
+    target = parse_device(options.chosen_device(device))
+    tower = None
+    if checkpoint is not None:
+        tower = str(TowerChoice.make("auto", load_family(checkpoint)[1], target, default_dtype(target)))
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     priority = open_lane(target, 1).priority if target.type == "cuda" else None
     if as_json:
@@ -186,7 +216,7 @@ def doctor(device: options.DeviceOption = None, as_json: options.JsonOption = Fa
             {"name": gpu.name, "capability": [gpu.major, gpu.minor], "memory_bytes": gpu.total_memory}
             for gpu in gpus
         ]
-        facts = {"device": str(target), "stream_priority": priority, "cuda_devices": found}
+        facts = {"device": str(target), "stream_priority": priority, "cuda_devices": found, "tower": tower}
         print(json.dumps({**facts, "identity": dict(identity())}, indent=2))
         return 0
     table = table_of("", "", numbers=False)
@@ -199,6 +229,8 @@ def doctor(device: options.DeviceOption = None, as_json: options.JsonOption = Fa
         table.add_row("cuda devices", "none")
     table.add_row("device", str(target))
     table.add_row("stream priority", "none: the CPU has no streams" if priority is None else str(priority))
+    if tower is not None:
+        table.add_row("tower", tower)
     open_console().print(table)
     return 0
 

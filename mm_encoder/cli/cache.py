@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..cache import regions, upkeep
 from ..cache.directory import LOCK, require_cache
+from ..compiled.choice import TowerChoice
 from ..config import CacheConfig, MediaLimits, model_name
 from ..contract import CacheStats
 from ..device import default_dtype, parse_device
@@ -68,7 +69,9 @@ def key(
         model_name(model, opened_checkpoint.name),
         options.chosen_dtype(dtype) or default_dtype(target),
     )
-    mm_hash, keys = source.mm_hash(name), ImagePipeline(rules, MediaLimits(), name, chosen).cache_keys(target)
+    tower = TowerChoice.make("auto", rules, target, chosen)
+    pipeline = ImagePipeline(rules, MediaLimits(), name, chosen, tower)
+    mm_hash, keys = source.mm_hash(name), pipeline.cache_keys(target)
     fields, hexadecimal = keys.fields(mm_hash, None), keys.key(mm_hash, None).hex()
     if as_json:
         print(json.dumps({"key": hexadecimal, "fields": fields}, indent=2))

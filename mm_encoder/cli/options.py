@@ -60,6 +60,15 @@ CheckpointArgument = Annotated[
         show_default=False,
     ),
 ]
+DoctorArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        parser=parse_path,
+        metavar="[PATH]",
+        help="A checkpoint, to say whether its tower runs compiled or in Python, and why.",
+        show_default=False,
+    ),
+]
 _FOLDERS = f"folders to search at any depth for names that end in {' '.join(SUFFIXES)}"
 ImagesArgument = Annotated[
     list[str], typer.Argument(help=f"Image files of any name, and {_FOLDERS}.", show_default=False)

@@ -1,0 +1,117 @@
+"""Compiling a tower in a child process, so that no compiler is ever imported into the host's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from ..errors import RuntimeMismatchError
+from ..families.family import Family
+from ..logs import logger
+from .packages import Package, Packages
+
+
+def build(
+    family: Family,
+    dtype: torch.dtype,
+    identity: Mapping[str, str],
+    packages: Packages,
+    progress: Callable[[str], object] = lambda step: None,
+) -> Package:
+    """Return the package of an identity, compiling it unless another process has meanwhile.
+
+    `progress` is called with each step's name. Raises RuntimeMismatchError with the compiler's last words.
+    """
+    with packages.building(identity) as folder:
+        try:
+            return packages.find(identity)
+        except RuntimeMismatchError:
+            pass
+        begun = time.monotonic()
+        logger.info(
+            "compiling the tower of %s for %s; it takes a minute or two, once",
+            family.name,
+            dtype,
+            extra={"mm_event": "compile_begin"},
+        )
+        library = folder / "tower.so"
+        asked = {
+            "checkpoint": str(family.checkpoint.path),
+            "family": family.name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "out": str(library),
+        }
+        _run_child(json.dumps(asked), folder, progress)
+        package = packages.keep(identity, library)
+        logger.info(
+            "compiled the tower of %s in %.0f s: %s",
+            family.name,
+            time.monotonic() - begun,
+            package.library,
+            extra={"mm_event": "compile_end"},
+        )
+        return package
+
+
+def _run_child(request: str, folder: Path, progress: Callable[[str], object]) -> None:
+    with tempfile.TemporaryFile(dir=folder) as errors:
+        try:
+            # -P: a file of the current directory must not be imported in place of a module.
+            child = subprocess.Popen(
+                [sys.executable or "python3", "-P", "-m", "mm_encoder.compiled.export"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=_environment(folder),
+                cwd=folder,
+                start_new_session=True,
+                text=True,
+            )
+        except OSError as error:
+            raise RuntimeMismatchError(f"no process could be started to compile in: {error}") from error
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with child.stdin, child.stdout:  # the child ends when its stdin is closed, so also after an interrupt
+            try:
+                child.stdin.write(request + "\n")
+                child.stdin.flush()
+                for line in child.stdout:
+                    progress(line.strip())
+                status = child.wait()
+            except BrokenPipeError:
+                status = child.wait()
+            finally:
+                child.stdin.close()
+        child.wait()
+        if status != 0:
+            raise RuntimeMismatchError(_reason(status, (errors.seek(0) == 0 and errors.read()) or b""))
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Return the child's environment: the same modules, and no file outside `folder`."""
+    paths = [str(Path(path).absolute()) for path in sys.path if path]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *paths]),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TMPDIR": str(folder),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def _reason(status: int, errors: bytes) -> str:
+    lines = [line for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    said = "\n".join(lines[-15:]) or "it said nothing"
+    how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
+    return (
+        f"the tower could not be compiled: the compiling process {how}. It needs a C++20 compiler "
+        f"(g++, or the one that CXX names), about 90 s and 1 GiB of memory. Its last lines:\n{said}"
+    )
