@@ -30,6 +30,8 @@ class ImagePipeline:
     limits: MediaLimits
     model: str
     dtype: torch.dtype
+    packed: bool = False
+    """Whether a tower's run may be of several packed images."""
 
     def open(self, job: Job) -> None:
         """Replace the job's `image` by a snapshot of it, `source`, and its `plan`. Reads a header only.
@@ -84,13 +86,14 @@ class ImagePipeline:
     def identity(self, device: torch.device) -> dict[str, str]:
         """Return, by name, everything besides the image that results depend on; see `cache_keys`."""
         family, checkpoint = self.family, self.family.checkpoint
+        together = "packed images" if self.packed else "one image at a time"
         return {
             "family": family.name,
             "preprocessing": json.dumps(family.preprocessing, sort_keys=True),
             "config": hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest(),
             "weights": checkpoint.digest(family.tensor_prefixes),
             "dtype": str(self.dtype),
-            "attention": "scaled_dot_product_attention, one image at a time",
+            "attention": f"scaled_dot_product_attention, {together}",
             **{name: versions()[name] for name in ("numpy", "pillow", "simplejpeg", "pillow-heif")},
             **describe(device),
         }
