@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from mm_encoder import BatchConfig, DeadlineExceededError, ReplicaError
+from mm_encoder.engine.batch import fitting
 from mm_encoder.engine.job import Job, JobState
 from mm_encoder.engine.scheduler import Scheduler
 from mm_encoder.engine.worker import Worker
@@ -81,6 +82,13 @@ def test_those_whose_callers_left_take_no_room_in_a_batch() -> None:
     late.fail_if_pending(DeadlineExceededError())
     worker = Worker("test", scheduler)
     assert scheduler.next_to_run(worker) == (first, fourth, fifth) == worker.jobs
+
+
+def test_one_that_is_finished_and_not_yet_out_of_the_line_takes_no_room() -> None:
+    line = ready(Scheduler(9, 100, replicas=1), 1, 9, 1, 1)
+    assert fitting(line, BatchConfig(2, 2)) == 1
+    line[1].mark_done()
+    assert fitting(line, BatchConfig(2, 2)) == 3
 
 
 def test_one_that_is_cancelled_while_its_batch_is_taken_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
