@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-TABLES = ("preprocess", "plan", "tower", "busy_host", "overhead", "cache", "imports")
+TABLES = ("preprocess", "plan", "tower", "busy_host", "overhead", "batching", "cache", "imports")
 
 
 def main() -> int:

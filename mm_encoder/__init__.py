@@ -2,7 +2,7 @@
 
 import logging
 
-from .config import CacheConfig, ImageOptions, MediaLimits
+from .config import BatchConfig, CacheConfig, ImageOptions, MediaLimits
 from .contract import (
     CacheStats,
     EncoderState,
@@ -40,7 +40,7 @@ logging.getLogger("mm_encoder").addHandler(logging.NullHandler())
 
 # fmt: off
 __all__ = [
-    "CacheConfig", "CacheError", "CacheLockedError", "CacheStats", "CheckpointError",
+    "BatchConfig", "CacheConfig", "CacheError", "CacheLockedError", "CacheStats", "CheckpointError",
     "DeadlineExceededError", "DeviceOutOfMemoryError", "Encoder", "EncoderBusyError",
     "EncoderClosedError", "EncoderState", "EncoderStats", "ForkedProcessError", "Health",
     "ImageMetadata", "ImageOptions", "ImageResult", "ImageSize", "MMEncoderError",

@@ -126,6 +126,28 @@ class ImageOptions:
             raise TypeError(f"exif_orientation must be a bool, got {type(self.exif_orientation).__name__}")
 
 
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Batching: a replica takes the ready images that follow one another as far as they fit, whosever they
+    are, and runs its tower once for all of them. It never waits for more to come.
+
+    max_patches: patches of a batch, t·h·w of each image's `grid_thw`; an image with more runs alone.
+    max_images: images of a batch.
+    deterministic: bits equal to those of the image alone: each image of a batch has its own run of the tower.
+        Otherwise the images are packed, and rows may differ in the last bits with what they are packed with.
+    """
+
+    max_patches: int
+    max_images: int
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        require_int("max_patches", self.max_patches, 1)
+        require_int("max_images", self.max_images, 1)
+        if type(self.deterministic) is not bool:
+            raise TypeError(f"deterministic must be a bool, got {type(self.deterministic).__name__}")
+
+
 _MIB = 1024**2
 _MAX_ENTRY = 1024 * _MIB
 

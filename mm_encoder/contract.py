@@ -155,8 +155,8 @@ class EncoderState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerHealth:
-    """One thread of the engine. `busy_s`: seconds at its present job, None without one; `wedged`: longer than
-    the encoder's `wedged_after`.
+    """One thread of the engine. `busy_s`: seconds at its present job or batch, None without one; `wedged`:
+    longer than the encoder's `wedged_after`.
     """
 
     name: str

@@ -15,7 +15,7 @@ from . import config
 from .cached import admission_of
 from .coalescer import Coalescer, NoCache
 from .compiled.choice import TowerChoice
-from .config import CacheConfig, ImageOptions, MediaLimits
+from .config import BatchConfig, CacheConfig, ImageOptions, MediaLimits
 from .contract import CacheStats, EncoderStats, Health, ImageResult
 from .device import consumer_stream, default_dtype, parse_device
 from .engine.call import Call
@@ -44,14 +44,15 @@ class Encoder:
     share_weights: one read-only copy of the weights for all replicas.
     tower: "eager", in Python; "compiled", which runs without the GIL, and is compiled here if that was not
         done before; "auto": compiled if it was done before. See docs/compiled.md.
+    batching: images of several callers in one run of the tower, see BatchConfig; None: one at a time.
     handoff: "host": a result is complete when its future is; "stream": the CUDA stream that was current at
         submission waits for it instead of the host. No difference on a CPU.
-    queue_depth: images admitted and not yet running; by default 2 per replica.
+    queue_depth: images admitted and not yet running; by default 2 per replica, with batching 2 * max_images.
     queue_bytes: bytes of source and pixels that those images may hold.
     preprocess_workers: threads that decode and preprocess; by default min(4, usable CPUs). All encoders of a
         process together prepare at most one image per usable CPU at a time.
     limits: bytes and pixels of one image, see MediaLimits.
-    wedged_after: seconds at one image after which `health` reports a thread as wedged.
+    wedged_after: seconds at one image, or batch, after which `health` reports a thread as wedged.
 
     Construction loads every replica. Raises TypeError or ValueError for an impossible argument,
     CheckpointError for an unsuitable checkpoint, RuntimeMismatchError where tower="compiled" cannot be, and
@@ -71,7 +72,7 @@ class Encoder:
         dtype: torch.dtype | None = None,
         share_weights: bool = False,
         tower: Literal["auto", "compiled", "eager"] = "auto",
-        batching: None = None,
+        batching: BatchConfig | None = None,
         handoff: Literal["host", "stream"] = "host",
         queue_depth: int | None = None,
         queue_bytes: int = 1024**3,
@@ -101,7 +102,7 @@ class Encoder:
         self.model, self.family = config.model_name(model, opened.name), rules.name
         self.replicas_per_gpu = replicas_per_gpu
         self._tower = TowerChoice.make(tower, rules, self.device, self.dtype)
-        pipeline = ImagePipeline(rules, settings.limits, self.model, self.dtype, self._tower)
+        pipeline = ImagePipeline(rules, settings.limits, self.model, self.dtype, self._tower, settings.packed)
         with ExitStack() as undo:  # if a step fails, those before it
             self._coalescer = Coalescer.open(cache, settings, pipeline) if cache else NoCache()
             undo.callback(self._coalescer.close)

@@ -33,6 +33,8 @@ class ImagePipeline:
     dtype: torch.dtype
     tower: TowerChoice = field(default_factory=TowerChoice)
     """Whether the Python or the compiled tower runs."""
+    packed: bool = False
+    """Whether a tower's run may be of several packed images."""
 
     def open(self, job: Job) -> None:
         """Replace the job's `image` by a snapshot of it, `source`, and its `plan`. Reads a header only.
@@ -87,6 +89,7 @@ class ImagePipeline:
     def identity(self, device: torch.device) -> dict[str, str]:
         """Return, by name, everything besides the image that results depend on; see `cache_keys`."""
         family, checkpoint = self.family, self.family.checkpoint
+        together = "packed images" if self.packed else "one image at a time"
         return {
             "family": family.name,
             "preprocessing": json.dumps(family.preprocessing, sort_keys=True),
@@ -94,7 +97,7 @@ class ImagePipeline:
             "weights": checkpoint.digest(family.tensor_prefixes),
             "dtype": str(self.dtype),
             "tower": self.tower.kind,
-            "attention": "scaled_dot_product_attention, one image at a time",
+            "attention": f"scaled_dot_product_attention, {together}",
             **{name: versions()[name] for name in ("numpy", "pillow", "simplejpeg", "pillow-heif")},
             **describe(device),
         }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import CacheConfig, MediaLimits, require_int, require_seconds
+from .config import BatchConfig, CacheConfig, MediaLimits, require_int, require_seconds
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_REPLICAS = 32
@@ -27,7 +27,7 @@ class EncoderSettings:
     replicas_per_gpu: int
     share_weights: bool
     tower: str
-    batching: None
+    batching: BatchConfig | None
     handoff: str
     queue_depth: int | None
     queue_bytes: int
@@ -35,8 +35,8 @@ class EncoderSettings:
     wedged_after: float
 
     def __post_init__(self) -> None:
-        if self.batching is not None:
-            raise NotImplementedError("batching= is not built yet; leave it out or pass None")
+        if self.batching is not None and not isinstance(self.batching, BatchConfig):
+            raise TypeError(f"batching must be a BatchConfig or None, got {type(self.batching).__name__}")
         if self.cache is not None and not isinstance(self.cache, CacheConfig):
             raise TypeError(f"cache must be a CacheConfig or None, got {type(self.cache).__name__}")
         if type(self.stream_priority) is not int:
@@ -57,8 +57,14 @@ class EncoderSettings:
 
     @property
     def depth(self) -> int:
-        """Jobs admitted and not yet running."""
-        return 2 * self.replicas_per_gpu if self.queue_depth is None else self.queue_depth
+        """Jobs admitted and not yet running: by default two per replica, or two batches."""
+        at_once = 1 if self.batching is None else self.batching.max_images
+        return 2 * self.replicas_per_gpu * at_once if self.queue_depth is None else self.queue_depth
+
+    @property
+    def packed(self) -> bool:
+        """Whether images that the tower runs together are packed."""
+        return self.batching is not None and not self.batching.deterministic
 
     @property
     def results_on_cpu(self) -> bool:

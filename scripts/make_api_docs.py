@@ -20,7 +20,7 @@ TARGET = Path(__file__).parent.parent / "docs" / "api.md"
 GROUPS = (
     ("Encoding", "Encoder ImageResult ImageMetadata"),
     ("Planning", "MediaPlanner MediaPlan ImageSize"),
-    ("Settings", "CacheConfig MediaLimits ImageOptions"),
+    ("Settings", "BatchConfig CacheConfig MediaLimits ImageOptions"),
     ("What an encoder reports", "Health EncoderState WorkerHealth EncoderStats StageTimes CacheStats"),
 )
 HEAD = """<!-- Made by scripts/make_api_docs.py from the docstrings. Edit those, then run `make docs`. -->

@@ -23,6 +23,7 @@ import typer
 import mm_encoder
 from benchmarks.__main__ import TABLES
 from mm_encoder import (
+    BatchConfig,
     CacheConfig,
     CacheStats,
     Encoder,
@@ -206,6 +207,7 @@ def settings_of(function: Callable[..., Any]) -> dict[str, Any]:
         ("MediaPlanner", MediaPlanner.__init__),
         ("MediaLimits", MediaLimits),
         ("ImageOptions", ImageOptions),
+        ("BatchConfig", BatchConfig),
         ("CacheConfig", CacheConfig),
     ],
 )

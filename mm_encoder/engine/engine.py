@@ -33,7 +33,9 @@ class Engine:
 
     def __init__(self, pipeline: Pipeline, coalescer: Coalescing, settings: EncoderSettings) -> None:
         self._pipeline, self._wedged_after = pipeline, settings.wedged_after
-        self.scheduler = Scheduler(settings.depth, settings.queue_bytes, settings.replicas_per_gpu)
+        self.scheduler = Scheduler(
+            settings.depth, settings.queue_bytes, settings.replicas_per_gpu, settings.batching
+        )
         build = build_once(pipeline.build_tower) if settings.share_weights else pipeline.build_tower
         self._replicas = [
             Replica(index, settings, pipeline.model, build, self.scheduler)

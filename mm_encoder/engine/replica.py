@@ -1,4 +1,4 @@
-"""A replica: one thread, one lane to the device and one tower, which turn ready jobs into rows."""
+"""A replica: one thread, one lane to the device and one tower, which turn batches of ready jobs into rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 from ..contract import ImageMetadata, ImageResult
 from ..device import Lane, open_lane, out_of_memory
-from ..errors import ReplicaError
+from ..logs import logger
 from ..numerics import Watch
 from ..settings import EncoderSettings
+from .batch import run_tower
 from .faults import strip_tracebacks
 from .job import Job
 from .protocols import BuildTower, TowerFunction
@@ -34,7 +35,7 @@ class Replica(Worker):
         self.loaded: Future[int] = Future()
 
     def run(self) -> None:
-        """Build the tower, then run jobs until closed; any exception that gets here ends the replica."""
+        """Build the tower, then run batches until closed; any exception that gets here ends the replica."""
         try:
             self._work()
         except BaseException as error:
@@ -52,10 +53,10 @@ class Replica(Worker):
             tower = build(lane)
         del build
         self.loaded.set_result(lane.priority)
-        while (job := self._scheduler.next_to_run(self)) is not None:
-            self._run_job(lane, tower, job)
-            self.take(None)
-            del job  # an idle replica keeps neither image nor result alive
+        while jobs := self._scheduler.next_to_run(self):
+            self._run_batch(lane, tower, jobs)
+            self.take()
+            del jobs  # an idle replica keeps neither image nor result alive
         # Work that consumers' streams wait for may still read the weights, which are freed next.
         with _current(lane):
             lane.drain()
@@ -67,42 +68,60 @@ class Replica(Worker):
         elif self.loaded.exception() is None:
             self._scheduler.on_replica_lost(self, error)
 
-    def _run_job(self, lane: Lane, tower: TowerFunction, job: Job) -> None:
-        """Run a job and give it its outcome, whose callbacks see neither the lane nor its modes."""
-        job.stage_done("replica_wait")
+    def _run_batch(self, lane: Lane, tower: TowerFunction, jobs: tuple[Job, ...]) -> None:
+        """Run jobs together; if that fails, one by one, so that only those fail that fail alone."""
+        for job in jobs:
+            job.stage_done("replica_wait")
+        if not self._run_jobs(lane, tower, jobs):
+            for index in range(len(jobs)):
+                self.take(*jobs[index:])  # each has its own time until it counts as wedged
+                self._run_jobs(lane, tower, jobs[index : index + 1])
+
+    def _run_jobs(self, lane: Lane, tower: TowerFunction, jobs: tuple[Job, ...]) -> bool:
+        """Run jobs together and give each its outcome, whose callbacks see neither the lane nor its modes.
+        False, and none has an outcome, if several failed together.
+        """
         try:
             with _current(lane):
-                result = self._encode(lane, tower, job)
+                results = self._encode(lane, tower, jobs)
         except BaseException as error:
             with _current(lane):
                 usable = lane.drain()
             if not usable:
                 raise  # every later job would fail as well
-            job.fail(error)
+            if len(jobs) > 1:
+                fields = {"mm_event": "batch_failed", "mm_error": type(error).__name__}
+                what = f"a batch of {len(jobs)} images failed, and each is run alone: {error}"
+                logger.warning("%s", what, extra=fields)
+                strip_tracebacks(error)  # it holds the batch's memory
+                return False
+            jobs[0].fail(error)
         else:
-            job.succeed(result)
+            for job, result in zip(jobs, results, strict=True):
+                job.succeed(result)
+        return True
 
-    def _encode(self, lane: Lane, tower: TowerFunction, job: Job) -> ImageResult:
-        patches, job.patches = job.patches, None
-        assert patches is not None
-        plan = patches.plan
+    def _encode(self, lane: Lane, tower: TowerFunction, jobs: tuple[Job, ...]) -> list[ImageResult]:
+        batch = [job.patches for job in jobs if job.patches is not None]
+        runs = [batch] if self._settings.packed else [[patches] for patches in batch]
         with self._watch.run():
-            rows = own_storage(tower(lane.upload(patches.data), [plan.grid_thw]))
-        if rows.shape[0] != plan.rows:
-            raise ReplicaError(
-                f"the tower gave {rows.shape[0]} rows, the plan has {plan.rows}; this is a bug"
-            )
+            rows = [one for run in runs for one in run_tower(lane, tower, run)]
+        if not self._settings.results_on_cpu and self._settings.handoff == "host":
+            lane.wait()
+        return [self._hand_over(lane, job, one) for job, one in zip(jobs, rows, strict=True)]
+
+    def _hand_over(self, lane: Lane, job: Job, rows: torch.Tensor) -> ImageResult:
+        """Make the result of a job whose rows are enqueued on the lane."""
         done = None
         if self._settings.results_on_cpu:
             rows = lane.download(rows)
         else:
-            if self._settings.handoff == "host":
-                lane.wait()
-            else:
+            if self._settings.handoff == "stream":
                 done = lane.make_consumer_wait(job.consumer)
             lane.record_stream(rows, job.consumer)
         job.on_computed(self._watch.settings, done)
         job.stage_done("tower")
+        assert job.plan is not None
         metadata = ImageMetadata(
             model=self._model,
             mm_hash=job.mm_hash,
@@ -111,9 +130,9 @@ class Replica(Worker):
             dtype=str(rows.dtype),
             device=str(rows.device),
             strides=rows.stride(),
-            embedding_offsets=plan.embedding_offsets,
-            grid_thws=(plan.grid_thw,),
-            original_size=(plan.source.width, plan.source.height),
+            embedding_offsets=job.plan.embedding_offsets,
+            grid_thws=(job.plan.grid_thw,),
+            original_size=(job.plan.source.width, job.plan.source.height),
             cache=None if self._settings.cache is None else "miss",
             timings=tuple(job.timings.items()),
         )
@@ -137,10 +156,3 @@ def build_once(build: BuildTower) -> BuildTower:
             return built[0]
 
     return build_or_take
-
-
-def own_storage(rows: torch.Tensor) -> torch.Tensor:
-    """Return `rows`, contiguous and alone in their storage."""
-    rows = rows.contiguous()
-    alone = rows.untyped_storage().nbytes() == rows.numel() * rows.element_size()
-    return rows if alone else rows.clone()

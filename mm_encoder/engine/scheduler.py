@@ -13,10 +13,12 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from itertools import count
 
+from ..config import BatchConfig
 from ..contract import ImageResult
 from ..errors import EncoderClosedError, MMEncoderError
 from ..locks import AskableLock, guarded
 from ..logs import logger
+from .batch import fitting
 from .budget import Budget
 from .deadlines import Deadlines
 from .faults import copy_error, replica_error
@@ -33,14 +35,16 @@ class Scheduler:
     taken and no callback runs. Every change may be repeated: it is, if an interrupt came in between.
     """
 
-    def __init__(self, depth: int, max_bytes: int, replicas: int) -> None:
+    def __init__(
+        self, depth: int, max_bytes: int, replicas: int, batching: BatchConfig | None = None
+    ) -> None:
         self._lock = AskableLock()
         self.slots: Budget[Job] = Budget(depth, self._lock)
         self.bytes: Budget[Job] = Budget(max_bytes, self._lock)
         self.deadlines = Deadlines()
         self.tally = Tally(self._lock)
         self.closed = False
-        self._replicas = replicas
+        self._replicas, self._batching = replicas, batching
         self._lost: set[Worker] = set()
         self._refusal: MMEncoderError | None = None
         self._numbers = count()
@@ -123,12 +127,12 @@ class Scheduler:
     def _take(self, worker: Worker, line: list[Job]) -> bool:
         if not line:
             return False
-        job = line[0]
-        worker.take(job)
+        jobs = line[:1] if line is self._queued else line[: fitting(line, self._batching)]
+        worker.take(*jobs)
         if line is self._queued:
-            self._preparing.add(job)
-            job.move_to(JobState.PREPARING)
-        line.remove(job)
+            self._preparing.update(jobs)
+            jobs[0].move_to(JobState.PREPARING)
+        del line[: len(jobs)]
         return True
 
     def finish_preparing(self, worker: Worker, grant: Grant | None = None) -> None:
@@ -142,7 +146,7 @@ class Scheduler:
                 self.retire(job)
             elif grant is not None:
                 grant.add_done_callback(lambda _: self.enqueue(job))
-            worker.take(None)
+            worker.take()
         self._resolve_idle()  # last, so that a caller that waits for it finds everything released
 
     @guarded
@@ -156,7 +160,7 @@ class Scheduler:
             if job not in self._ready:
                 insort(self._ready, job, key=_by_number)
             job.move_to(JobState.READY)
-            worker.take(None)
+            worker.take()
             self._to_run.put(None)
 
     @guarded
@@ -166,24 +170,29 @@ class Scheduler:
                 self._lock.after(entry[1].resolve)
                 self._idle_waiters.remove(entry)
 
-    def next_to_run(self, worker: Worker) -> Job | None:
-        """Wait for a ready job and start it; None once the encoder is closed and all jobs were taken."""
+    def next_to_run(self, worker: Worker) -> tuple[Job, ...]:
+        """Wait for ready jobs and start those that make a batch; none once the encoder is closed and all jobs
+        were taken.
+        """
         while True:
             self._to_run.get()
             if self._take(worker, self._ready):
-                job = worker.job
-                assert job is not None
-                if job.start():
-                    job.move_to(JobState.RUNNING)
-                    self._release(job)
-                    job.on_start()
-                    return job
-                self.retire(job)
-                worker.take(None)
-                del job
+                worker.take(*[job for job in worker.jobs if self._start(job)])
+                if worker.jobs:
+                    return worker.jobs
             elif self.closed and not self.slots.used:
                 self._to_run.put(None)  # for the next thread
-                return None
+                return ()
+
+    def _start(self, job: Job) -> bool:
+        """Start a job that a replica has taken; False, and it is retired, if its caller has left."""
+        if not job.start():
+            self.retire(job)
+            return False
+        job.move_to(JobState.RUNNING)
+        self._release(job)
+        job.on_start()
+        return True
 
     def wake_again(self) -> None:
         """Let a thread of each kind look again, for one that was woken and then interrupted."""
@@ -191,7 +200,7 @@ class Scheduler:
         self._to_run.put(None)
 
     def on_replica_lost(self, worker: Worker, cause: BaseException) -> None:
-        """Fail the job of a replica whose thread ends for good, and with the last replica all that waits.
+        """Fail the jobs of a replica whose thread ends for good, and with the last replica all that waits.
         May be called again if it was interrupted.
         """
         worker.lost = True
@@ -205,11 +214,10 @@ class Scheduler:
                     self._refuse(error)
                 for job in self.slots.holders():
                     job.fail_if_pending(copy_error(error))
-            job_of = worker.job
-            if job_of is not None:
-                job_of.start()
-                job_of.fail(copy_error(error))
-            worker.take(None)
+            for job in worker.jobs:
+                job.start()
+                job.fail(copy_error(error))
+            worker.take()
         finally:
             logger.error("%s", error, extra={"mm_event": "replica_lost", "mm_worker": worker.name})
 

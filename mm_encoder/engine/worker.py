@@ -1,4 +1,4 @@
-"""The threads of an engine: which scheduler they belong to, and which job each one has."""
+"""The threads of an engine: which scheduler they belong to, and which jobs each one has."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def is_owned_by(owner: object) -> bool:
 
 
 class Worker:
-    """A thread that takes one job after another from the scheduler, which records here the one it took."""
+    """A thread that takes jobs from the scheduler, which records here those that it has."""
 
     def __init__(self, name: str, owner: object) -> None:
         self.name = name
         self.thread = owned_thread(owner, self.run, name)
         self.lost = False
         """Whether it has failed for good; its thread may be about to end."""
-        self._at: tuple[Job, float] | None = None
+        self._at: tuple[tuple[Job, ...], float] | None = None
 
     def run(self) -> None:
         """Run in the thread."""
@@ -54,16 +54,21 @@ class Worker:
         return self.thread.is_alive() and not self.lost
 
     @property
-    def job(self) -> Job | None:
-        """The job that the thread has."""
-        return self._at[0] if self._at else None
+    def jobs(self) -> tuple[Job, ...]:
+        """The jobs that the thread has: one at most, or a batch."""
+        return self._at[0] if self._at else ()
 
-    def take(self, job: Job | None) -> None:
-        """Record the job that the thread has from now on."""
-        self._at = None if job is None else (job, time.monotonic())
+    @property
+    def job(self) -> Job | None:
+        """The first of them."""
+        return self._at[0][0] if self._at else None
+
+    def take(self, *jobs: Job) -> None:
+        """Record the jobs that the thread has from now on."""
+        self._at = (jobs, time.monotonic()) if jobs else None
 
     def health(self, wedged_after: float) -> WorkerHealth:
-        """Report on the thread; it is wedged if it has had its job for longer than `wedged_after`."""
+        """Report on the thread; it is wedged if it has had its jobs for longer than `wedged_after`."""
         at = self._at
         busy = None if at is None else time.monotonic() - at[1]
         return WorkerHealth(self.name, self.alive, busy, wedged=busy is not None and busy > wedged_after)

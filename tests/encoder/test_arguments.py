@@ -34,7 +34,7 @@ from ..helpers.threads import library_threads
         ({"dtype": "float32"}, ValueError, "dtype must be one of torch.float32, .*, got 'float32'"),
         ({"family": "other"}, ValueError, "family must be one of glm53"),
         ({"cache": object()}, TypeError, "cache must be a CacheConfig or None, got object"),
-        ({"batching": object()}, NotImplementedError, "batching= is not built yet"),
+        ({"batching": object()}, TypeError, "batching must be a BatchConfig or None, got object"),
         ({"limits": 5}, TypeError, "limits must be a MediaLimits, got int"),
         ({"model": 123}, TypeError, "model must be a str or None, got int"),
         ({"share_weights": 5}, TypeError, "share_weights must be a bool, got int"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -13,10 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from mm_encoder import Encoder, MMEncoderError
+from mm_encoder import BatchConfig, Encoder, ImageResult, MediaLimits, MMEncoderError
+from mm_encoder.device import Lane
+from mm_encoder.engine.future import Future
+from mm_encoder.engine.protocols import TowerFunction
+from mm_encoder.engine.replica import Replica
+from mm_encoder.engine.scheduler import Scheduler
+from mm_encoder.settings import EncoderSettings
 
 from ..helpers.interrupts import AVAILABLE, CALLER, Interrupts, Place, as_caller, in_thread
-from ..helpers.threads import library_threads
+from ..helpers.jobs import ready
+from ..helpers.threads import joined, library_threads
 from ..helpers.waiting import HANG, nothing_left, until
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="sys.monitoring came with Python 3.12")
@@ -161,3 +168,76 @@ def test_close_in_a_signal_handler_anywhere_in_a_call_ends(
             until(lambda: not library_threads() or not interrupts.struck)
 
         life(closed_at)
+
+
+# --- batches ---------------------------------------------------------------------------------------
+
+BATCHED = EncoderSettings(
+    device=torch.device("cpu"),
+    dtype=torch.float32,
+    cache=None,
+    limits=MediaLimits(),
+    stream_priority=0,
+    replicas_per_gpu=2,
+    share_weights=False,
+    tower="eager",
+    batching=BatchConfig(100, 3),
+    handoff="stream",
+    queue_depth=9,
+    queue_bytes=100,
+    preprocess_workers=1,
+    wedged_after=1.0,
+)
+
+
+def fine(patches: torch.Tensor, grids: object) -> torch.Tensor:
+    """A tower that gives a row for each patch."""
+    return patches.float()
+
+
+def alone_only(patches: torch.Tensor, grids: Sequence[object]) -> torch.Tensor:
+    """A tower that fails for several images, and for one of two patches."""
+    if len(grids) > 1 or len(patches) == 2:
+        raise RuntimeError("can't allocate memory")
+    return patches.float()
+
+
+def batched_life(tower: TowerFunction) -> tuple[Scheduler, list[Future[ImageResult]]]:
+    """Have two replicas, one after the other, run five jobs, of which one is cancelled."""
+    scheduler = Scheduler(9, 100, replicas=2, batching=BATCHED.batching)
+    futures = [one.future for one in ready(scheduler, 1, 2, 3, 4, 5)]
+    futures[3].cancel()
+    scheduler.close()
+
+    def build(lane: Lane) -> TowerFunction:
+        return tower
+
+    for index in range(2):
+        replica = Replica(index, BATCHED, "a model", build, scheduler)
+        replica.thread.start()
+        joined([replica.thread])
+        assert replica.jobs == ()
+    return scheduler, futures
+
+
+@pytest.mark.parametrize("error", [SystemExit, MemoryError])
+@pytest.mark.parametrize("tower", [fine, alone_only])
+def test_an_interrupted_batch_leaves_nothing_behind(tower: TowerFunction, error: type[BaseException]) -> None:
+    interrupts = Interrupts("engine", "locks.py", role=in_thread("mm-encoder-replica"))
+
+    def check(interrupted: bool) -> None:
+        scheduler, futures = batched_life(tower)
+        stats = scheduler.tally.snapshot()
+        assert [future.done() for future in futures] == [True] * 5
+        assert (stats.requests, stats.in_flight, stats.cancelled) == (5, 0, 1)
+        assert (scheduler.slots.used, scheduler.bytes.used) == (0, 0)
+        for count, future in enumerate(futures, 1):
+            failed = not future.cancelled() and future.exception(0) is not None
+            if not future.cancelled() and not failed:
+                assert torch.equal(future.result(0).tensor, torch.full((count, 3), float(count)))
+            assert failed == (count == 2 and tower is alone_only) or (failed and interrupted)
+
+    for place, visit in places(interrupts, lambda: check(interrupted=False)):
+        with interrupts.striking(place, visit, error):
+            check(interrupted=True)
+        assert interrupts.struck, place

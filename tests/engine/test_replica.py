@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from mm_encoder import Encoder, ReplicaError
+from mm_encoder import BatchConfig, Encoder, ReplicaError
 from mm_encoder.device import CpuLane
 from mm_encoder.families.glm53 import GlmTower
 
-from ..helpers.waiting import HANG
+from ..helpers.holding import hold_towers
+from ..helpers.waiting import HANG, until
 
 IMAGE = np.zeros((30, 30, 3), np.uint8)
+PATCHES = 64
 
 
 class RecordingLane(CpuLane):
@@ -111,3 +113,61 @@ def test_a_failed_job_is_drained_before_its_future_is_done(
         future.add_done_callback(lambda _: log.append(("result",)))
         assert isinstance(future.exception(timeout=HANG), ReplicaError)
     assert log == [("upload",), ("drain",), ("result",), ("drain",)]
+
+
+@pytest.mark.parametrize("handoff", ["host", "stream"])
+def test_a_batch_is_uploaded_once_and_handed_to_each_callers_stream(
+    glm53_checkpoint: Path, log: list[Any], monkeypatch: pytest.MonkeyPatch, handoff: Any
+) -> None:
+    streams, events = iter("abc"), iter(["a's event", "b's event", "c's event"])
+    monkeypatch.setattr("mm_encoder.encoder.consumer_stream", lambda device: next(streams))
+    make_wait = RecordingLane.make_consumer_wait
+    monkeypatch.setattr(RecordingLane, "make_consumer_wait", lambda *call: make_wait(*call) and next(events))
+    computed: list[Any] = []
+    with hold_towers(monkeypatch) as hold:
+        batching = BatchConfig(10**6, 9)
+        with Encoder(
+            glm53_checkpoint, device="cpu", handoff=handoff, batching=batching, stream_priority=0
+        ) as encoder:
+            first = encoder.submit(IMAGE)
+            hold.wait()
+            futures = [encoder.submit(IMAGE) for _ in range(2)]
+            ready = encoder._engine.scheduler._ready
+            until(lambda: len(ready) == 2)
+            for job in ready:
+                job.on_computed = lambda settings, done: computed.append(done)
+            first.add_done_callback(lambda _: log.clear())
+            for future in futures:
+                future.add_done_callback(lambda _: log.append(("result",)))
+            hold.release()
+    handed = [[("make wait", s)] * (handoff == "stream") + [("record_stream", s)] for s in "bc"]
+    waited = [("wait",)] * (handoff == "host")
+    assert log == [("upload",), *waited, *handed[0], *handed[1], ("result",), ("result",), ("drain",)]
+    assert computed == (["b's event", "c's event"] if handoff == "stream" else [None, None])
+
+
+def test_a_batch_that_fails_is_drained_before_each_image_is_run_alone(
+    glm53_checkpoint: Path, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batching = BatchConfig(10**6, 9)
+    with (
+        hold_towers(monkeypatch) as hold,
+        Encoder(glm53_checkpoint, device="cpu", batching=batching) as encoder,
+    ):
+        first = encoder.submit(IMAGE)
+        hold.wait()
+        futures = [encoder.submit(IMAGE) for _ in range(2)]
+        until(lambda: len(encoder._engine.scheduler._ready) == 2)
+        run = GlmTower.run
+
+        def failing(tower: GlmTower, patches: torch.Tensor, *rest: Any) -> torch.Tensor:
+            assert len(patches) == PATCHES
+            return run(tower, patches, *rest)
+
+        monkeypatch.setattr(GlmTower, "run", failing)
+        first.add_done_callback(lambda _: log.clear())
+        for future in futures:
+            future.add_done_callback(lambda _: log.append(("result",)))
+        hold.release()
+    alone = [("upload",), ("wait",), ("record_stream", "the caller's stream"), ("result",)]
+    assert log == [("upload",), ("drain",), *alone, *alone, ("drain",)]

@@ -77,7 +77,7 @@ def test_both_queues_are_fifo() -> None:
     assert [worker.job for worker in workers] == jobs
     for worker in reversed(workers):  # the first job is prepared last
         scheduler.finish_preparing(worker)
-    assert [scheduler.next_to_run(worker) for worker in workers] == jobs
+    assert [scheduler.next_to_run(worker) for worker in workers] == [(one,) for one in jobs]
 
 
 def test_cancelling_frees_the_slot_at_once_unless_a_thread_has_the_job() -> None:
@@ -124,7 +124,7 @@ def test_closing_refuses_waiting_callers_and_drains_accepted_jobs() -> None:
     assert run_one(scheduler) is accepted
     worker = Worker("test", scheduler)
     assert scheduler.next_to_prepare(worker) is None
-    assert scheduler.next_to_run(worker) is None
+    assert scheduler.next_to_run(worker) == ()
     with pytest.raises(EncoderClosedError):
         enter(scheduler, job())
     assert scheduler.tally.snapshot().refused == 4
@@ -151,10 +151,8 @@ def test_a_closed_scheduler_waits_for_accepted_jobs(stage: str) -> None:
         gate.set()
         worker = take(scheduler)
     scheduler.close()
-    got: list[Job | None] = []
-    replica = started(
-        lambda: got.extend(iter(lambda: scheduler.next_to_run(Worker("test", scheduler)), None))
-    )
+    got: list[tuple[Job, ...]] = []
+    replica = started(lambda: got.extend(iter(lambda: scheduler.next_to_run(Worker("test", scheduler)), ())))
     replica.join(0.05)
     assert replica.is_alive()
     gate.set()
@@ -164,7 +162,7 @@ def test_a_closed_scheduler_waits_for_accepted_jobs(stage: str) -> None:
         started(lambda: prepare_all(scheduler))
     replica.join(HANG)
     assert not replica.is_alive()
-    assert got[-1] is accepted
+    assert got[-1] == (accepted,)
 
 
 def prepare_all(scheduler: Scheduler) -> None:
@@ -471,8 +469,7 @@ def test_a_lost_replica_is_accounted_for_before_its_caller_knows() -> None:
     worker = Worker("replica", scheduler)
     enter(scheduler, job())
     scheduler.finish_preparing(take(scheduler))
-    running = scheduler.next_to_run(worker)
-    assert running is not None
+    (running,) = scheduler.next_to_run(worker)
     seen: list[tuple[int, bool, str | None]] = []
 
     def look(_: object) -> None:
@@ -490,8 +487,7 @@ def test_losing_the_last_replica_fails_every_job() -> None:
     worker = Worker("replica", scheduler)
     enter(scheduler, job())
     scheduler.finish_preparing(take(scheduler))
-    running = scheduler.next_to_run(worker)
-    assert running is not None
+    (running,) = scheduler.next_to_run(worker)
     accepted = [enter(scheduler, job()) for _ in range(3)]
     scheduler.finish_preparing(take(scheduler))
     take(scheduler)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mm_encoder.contract import ImageSize, Plan
+import torch
+
+from mm_encoder.contract import ImageSize, Patches, Plan
 from mm_encoder.engine.admission import admit
 from mm_encoder.engine.job import Job
 from mm_encoder.engine.scheduler import Scheduler
@@ -52,8 +54,23 @@ def run_one(scheduler: Scheduler) -> Job:
     worker = take(scheduler)
     prepared = worker.job
     scheduler.finish_preparing(worker)
-    running = scheduler.next_to_run(worker)
+    (running,) = scheduler.next_to_run(worker)
     assert running is prepared
-    assert running is not None
-    worker.take(None)
+    worker.take()
     return running
+
+
+def plan_of(patches: int) -> Plan:
+    return replace(PLAN, grid_thw=(1, patches, 1), rows=patches)
+
+
+def ready(scheduler: Scheduler, *patches: int) -> list[Job]:
+    """Admit jobs of these numbers of patches and prepare them, the last one first."""
+    jobs = [enter(scheduler, job()) for _ in patches]
+    workers = [take(scheduler) for _ in jobs]
+    for one, count in zip(jobs, patches, strict=True):
+        data = torch.full((count, 3), count, dtype=torch.uint8)
+        one.plan, one.patches = plan_of(count), Patches(data, plan_of(count))
+    for worker in reversed(workers):
+        scheduler.finish_preparing(worker)
+    return jobs
