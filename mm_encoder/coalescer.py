@@ -122,7 +122,7 @@ class Coalescer:
             raise
 
     def __init__(
-        self, cache: Cache, keys: Callable[[], Keys], transfers: Transfers, results: str, lookups: int
+        self, cache: Cache, keys: Callable[[int], Keys], transfers: Transfers, results: str, lookups: int
     ) -> None:
         self.cache, self._transfers, self._results = cache, transfers, results
         self._keys_of_loaded = keys
@@ -131,9 +131,11 @@ class Coalescer:
         self.file_lookups = DaemonPool(_MAX_FILE_LOOKUPS, "mm-encoder-lookup-file")
         self._flights: Flights[Waiter] = Flights()
 
-    def make_keys(self) -> None:
-        """Fix what keys cover, once the weights are loaded and before anything is looked up."""
-        self.keys = self._keys_of_loaded()
+    def make_keys(self, threads: int) -> None:
+        """Fix what keys cover, once the weights are loaded and before anything is looked up. `threads` is
+        Torch's number of threads where the towers run.
+        """
+        self.keys = self._keys_of_loaded(threads)
 
     def close(self) -> None:
         """Close the cache; all flights are closed by then."""
@@ -299,7 +301,7 @@ class NoCache:
         """Return zeros."""
         return CacheStats()
 
-    def make_keys(self) -> None:
+    def make_keys(self, threads: int) -> None:
         """Do nothing."""
 
     def bump_weights(self) -> None:

@@ -51,6 +51,8 @@ class Engine:
             for thread in (deadlines, *(replica.thread for replica in self._replicas)):
                 self._threads.start(thread)
             self.stream_priority = [replica.loaded.result() for replica in self._replicas].pop()
+            # A replica for which the host has changed the number meanwhile makes results that are not kept.
+            self.torch_threads = self._replicas[0].torch_threads
             for preprocessor in self._preprocessors:
                 self._threads.start(preprocessor.thread)
         except BaseException:
