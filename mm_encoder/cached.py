@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from .cache.daemons import DaemonPool
 from .cache.entry import Entry
 from .coalescer import Coalescer, LookUp, NoCache, Waiter
 from .contract import ImageResult
+from .daemons import DaemonPool
 from .engine.admission import Admission, wait_for_future
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine

@@ -15,13 +15,13 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from .cache.daemons import DaemonPool
 from .cache.entry import Entry
 from .cache.inflight import Flight, Flights
 from .cache.key import Keys
 from .cache.tiered import Cache
 from .config import CacheConfig, ImageOptions
 from .contract import CacheStats, ImageResult
+from .daemons import DaemonPool
 from .device import Transfers, open_transfers
 from .engine.faults import Joined, copy_error
 from .engine.job import Job
