@@ -238,11 +238,11 @@ class Scheduler:
     # tower's error        Promise.fail              its replica    the same
     # invalid image        Promise.fail_if_pending   that has it    by that thread, when it puts it down
     # hit before decoding  fail_if_pending(Joined)   preprocessing  the same
-    # refused, interrupted Scheduler.drop            the caller's   by `drop`
-    # cancelled            Future.cancel             any            at once by `_account`; of a job in
-    # late                 fail_if_pending           deadlines      preparation by its thread, when it puts
-    # last replica lost    on_replica_lost           that replica   it down; of one that is being opened only
-    # close, no drain      cancel_waiting            that closes    the buffers are left to its thread
+    # refused, interrupted Scheduler.drop            the caller's   at once by `_account` or `drop`; of a job
+    # cancelled            Future.cancel             any            in preparation by its thread, when it
+    # late                 fail_if_pending           deadlines      puts it down; of one that is being
+    # last replica lost    on_replica_lost           that replica   opened only the buffers are left to its
+    # close, no drain      cancel_waiting            that closes    thread
 
     def _on_done(self, job: Job, error: BaseException | None) -> None:
         """Account for a job's outcome, the first of those that it is called with. Cancelling may happen in
@@ -261,21 +261,26 @@ class Scheduler:
         for line in (self._queued, self._ready):
             if job in line:
                 line.remove(job)
-        if job not in self._preparing:  # else the thread that has it does the rest
-            self._release(job)
-            if job.stage is not JobState.OPENING:
-                job.release_buffers()
+        if self._release_unless_preparing(job) and job.stage is not JobState.OPENING:
+            job.release_buffers()
 
     def retire(self, job: Job) -> None:
-        """Release everything that a finished job holds. If it was cancelled a moment ago, account for that
-        and notify its waiters first.
+        """Release everything that a finished job holds, unless a preprocessing thread has it, which does so
+        when it puts it down. If it was cancelled a moment ago, account for that and notify its waiters first.
         """
         if not job.begun:  # else the thread that began to give the outcome accounts for it
             self._on_done(job, CancelledError())
         if job.future.cancelled():
             job.notify_cancelled()
+        if self._release_unless_preparing(job):
+            job.release_buffers()
+
+    @guarded
+    def _release_unless_preparing(self, job: Job) -> bool:
+        if job in self._preparing:
+            return False
         self._release(job)
-        job.release_buffers()
+        return True
 
     def _release(self, job: Job) -> None:
         self.bytes.release(job)
