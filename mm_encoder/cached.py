@@ -10,8 +10,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
 from .cache.entry import Entry
 from .coalescer import Coalescer, LookUp, NoCache, Waiter
 from .contract import ImageResult
@@ -22,14 +20,13 @@ from .engine.engine import Engine
 from .engine.faults import as_ours
 from .engine.future import run_in_new_thread
 from .engine.job import Job
+from .media.source import may_stall
 from .pipeline import ImagePipeline
 
 T = TypeVar("T")
 
 # A disk that is well answers in milliseconds: timeout=0 is to have its hits, too.
 _LEAST_DISK_WAIT_S = 0.1
-# Images that hashing reads from memory; a file, or Pillow's lazy reading of one, may stall.
-_IN_MEMORY = (bytes, bytearray, memoryview, np.ndarray)
 
 
 def admission_of(engine: Engine, coalescer: Coalescer | NoCache, pipeline: ImagePipeline) -> Admission:
@@ -67,7 +64,7 @@ class CachedEngine:
         coalescer = self._coalescer
         try:
             self._watch(waiter, job)
-            pool = coalescer.lookups if type(job.image) in _IN_MEMORY else coalescer.file_lookups
+            pool = coalescer.file_lookups if may_stall(job.image) else coalescer.lookups
             found, key = await self._elsewhere(pool, partial(self._look_up, waiter, job))
             if found is LookUp.NOT_IN_MEMORY:
                 entry = await self._read_disk(key, limits.disk_until)

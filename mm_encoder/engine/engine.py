@@ -16,6 +16,7 @@ from ..settings import EncoderSettings
 from .admission import admit, admit_async, wait_for_future
 from .job import Job
 from .lifecycle import ThreadGroup
+from .opening import Opener
 from .preprocess import Preprocessor
 from .protocols import Coalescing, Pipeline
 from .replica import Replica, build_once
@@ -39,12 +40,13 @@ class Engine:
             Replica(index, settings, pipeline.model, build, self.scheduler)
             for index in range(settings.replicas_per_gpu)
         ]
+        opener = Opener(self.scheduler, pipeline)
         self._preprocessors = [
-            Preprocessor(index, self.scheduler, pipeline, coalescer)
+            Preprocessor(index, self.scheduler, pipeline, coalescer, opener)
             for index in range(settings.preprocess_workers)
         ]
         self._pid = os.getpid()
-        self._threads = ThreadGroup(self.scheduler, coalescer.close)
+        self._threads = ThreadGroup(self.scheduler, opener.close, coalescer.close)
         try:
             weakref.finalize(self, self._threads.stop_from_gc).atexit = False
             deadlines = owned_thread(self.scheduler, self.scheduler.deadlines.run, "mm-encoder-deadlines")

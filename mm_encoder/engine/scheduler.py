@@ -45,7 +45,7 @@ class Scheduler:
         self._refusal: MMEncoderError | None = None
         self._numbers = count()
         self._queued: list[Job] = []
-        self._preparing: set[Job] = set()
+        self._preparing: dict[Job, Worker] = {}
         self._ready: list[Job] = []
         # A token for each job that was put into the queue, at least; a thread takes one, then looks.
         self._to_prepare: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -126,14 +126,14 @@ class Scheduler:
         job = line[0]
         worker.take(job)
         if line is self._queued:
-            self._preparing.add(job)
+            self._preparing[job] = worker
             job.move_to(JobState.PREPARING)
         line.remove(job)
         return True
 
     def finish_preparing(self, worker: Worker, grant: Grant | None = None) -> None:
         """Take back the job that `worker` prepared. It is ready, or finished, or waits for its `grant` of
-        bytes and is then queued again.
+        bytes and is then queued again; or another thread opens it, and `worker` has nothing more to do.
         """
         job = worker.job
         if job is not None:
@@ -147,7 +147,9 @@ class Scheduler:
 
     @guarded
     def _put_down(self, worker: Worker, job: Job, grant: Grant | None) -> None:
-        self._preparing.discard(job)
+        if self._preparing.get(job) is not worker:
+            return
+        del self._preparing[job]
         if job.finished:
             return
         if grant is not None:
@@ -160,9 +162,15 @@ class Scheduler:
             self._to_run.put(None)
 
     @guarded
+    def hand_to_opener(self, worker: Worker, job: Job) -> None:
+        """Leave to another thread a job that `worker` has: it opens the image, and queues the job again."""
+        if self._preparing.pop(job, None) is worker:
+            job.move_to(JobState.OPENING)
+
+    @guarded
     def _resolve_idle(self) -> None:
         for entry in self._idle_waiters[:]:
-            if self._preparing.isdisjoint(entry[0]):
+            if entry[0].isdisjoint(self._preparing):
                 self._lock.after(entry[1].resolve)
                 self._idle_waiters.remove(entry)
 
