@@ -65,12 +65,16 @@ class CachedEngine:
         try:
             self._watch(waiter, job)
             pool = coalescer.file_lookups if may_stall(job.image) else coalescer.lookups
-            found, key = await self._elsewhere(pool, partial(self._look_up, waiter, job))
+            look_up = partial(self._look_up, waiter, job)
+            found, key = await self._elsewhere(pool, look_up, waiter) or (LookUp.DONE, b"")
             if found is LookUp.NOT_IN_MEMORY:
                 entry = await self._read_disk(key, limits.disk_until)
                 finish = partial(coalescer.finish_find, waiter, key, entry)
                 # The rows of a hit may have to be copied to a device.
-                found = finish() if entry is None else await self._elsewhere(coalescer.lookups, finish)
+                if entry is not None:
+                    found = await self._elsewhere(coalescer.lookups, finish, waiter) or LookUp.DONE
+                else:
+                    found = finish()
             if self._is_to_encode(found, waiter):
                 job.timeout = limits.timeout_left()
                 coalescer.start_leader(waiter, job)
@@ -86,14 +90,18 @@ class CachedEngine:
             self._engine.scheduler.deadlines.watch(waiter)  # again: fails it at once if it is late by now
         return found is LookUp.MISS and not waiter.future.done()
 
-    async def _elsewhere(self, pool: DaemonPool, work: Callable[[], T]) -> T:
-        """Have a thread of `pool` do `work`, and wait for it on the running loop."""
+    async def _elsewhere(self, pool: DaemonPool, work: Callable[[], T], waiter: Waiter) -> T | None:
+        """Have a thread of `pool` do `work`, and wait for it on the running loop; None if `waiter` has its
+        outcome first, such as that it is late.
+        """
         try:
             done = pool.submit(work)
         except RuntimeError:  # its threads have ended, since the encoder was closed meanwhile
             self._engine.require_usable()
             raise
-        await wait_for_future(done)
+        await wait_for_future(done, waiter.future)
+        if not done.done():
+            return None
         error = done.exception()
         if error is not None:
             raise as_ours(error)

@@ -96,9 +96,14 @@ def test_control_an_image_that_is_opened_by_a_preprocessing_thread_holds_up_the_
         asyncio.run(main(hold))
 
 
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("end", ["deadline", "cancelling"])
 def test_a_call_whose_image_stalls_ends_and_frees_its_slot(
-    glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stalling: Any, end: str
+    glm53_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stalling: Any,
+    end: str,
+    cache: CacheConfig | None,
 ) -> None:
     async def main(hold: Hold) -> None:
         late = time.monotonic() + (0.05 if end == "deadline" else 1e6)
@@ -112,7 +117,7 @@ def test_a_call_whose_image_stalls_ends_and_frees_its_slot(
         assert await encoder.generate_async(GOOD)
 
     with (
-        Encoder(glm53_checkpoint, device="cpu", preprocess_workers=1, queue_depth=1) as encoder,
+        Encoder(glm53_checkpoint, device="cpu", preprocess_workers=1, queue_depth=1, cache=cache) as encoder,
         hold_opening(monkeypatch, stalling) as hold,
     ):
         asyncio.run(main(hold))
