@@ -10,26 +10,23 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
-from .cache.daemons import DaemonPool
 from .cache.entry import Entry
 from .coalescer import Coalescer, LookUp, NoCache, Waiter
 from .contract import ImageResult
+from .daemons import DaemonPool
 from .engine.admission import Admission, wait_for_future
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
 from .engine.faults import as_ours
 from .engine.future import run_in_new_thread
 from .engine.job import Job
+from .media.source import may_stall
 from .pipeline import ImagePipeline
 
 T = TypeVar("T")
 
 # A disk that is well answers in milliseconds: timeout=0 is to have its hits, too.
 _LEAST_DISK_WAIT_S = 0.1
-# Images that hashing reads from memory; a file, or Pillow's lazy reading of one, may stall.
-_IN_MEMORY = (bytes, bytearray, memoryview, np.ndarray)
 
 
 def admission_of(engine: Engine, coalescer: Coalescer | NoCache, pipeline: ImagePipeline) -> Admission:
@@ -67,13 +64,17 @@ class CachedEngine:
         coalescer = self._coalescer
         try:
             self._watch(waiter, job)
-            pool = coalescer.lookups if type(job.image) in _IN_MEMORY else coalescer.file_lookups
-            found, key = await self._elsewhere(pool, partial(self._look_up, waiter, job))
+            pool = coalescer.file_lookups if may_stall(job.image) else coalescer.lookups
+            look_up = partial(self._look_up, waiter, job)
+            found, key = await self._elsewhere(pool, look_up, waiter) or (LookUp.DONE, b"")
             if found is LookUp.NOT_IN_MEMORY:
                 entry = await self._read_disk(key, limits.disk_until)
                 finish = partial(coalescer.finish_find, waiter, key, entry)
                 # The rows of a hit may have to be copied to a device.
-                found = finish() if entry is None else await self._elsewhere(coalescer.lookups, finish)
+                if entry is not None:
+                    found = await self._elsewhere(coalescer.lookups, finish, waiter) or LookUp.DONE
+                else:
+                    found = finish()
             if self._is_to_encode(found, waiter):
                 job.timeout = limits.timeout_left()
                 coalescer.start_leader(waiter, job)
@@ -89,14 +90,18 @@ class CachedEngine:
             self._engine.scheduler.deadlines.watch(waiter)  # again: fails it at once if it is late by now
         return found is LookUp.MISS and not waiter.future.done()
 
-    async def _elsewhere(self, pool: DaemonPool, work: Callable[[], T]) -> T:
-        """Have a thread of `pool` do `work`, and wait for it on the running loop."""
+    async def _elsewhere(self, pool: DaemonPool, work: Callable[[], T], waiter: Waiter) -> T | None:
+        """Have a thread of `pool` do `work`, and wait for it on the running loop; None if `waiter` has its
+        outcome first, such as that it is late.
+        """
         try:
             done = pool.submit(work)
         except RuntimeError:  # its threads have ended, since the encoder was closed meanwhile
             self._engine.require_usable()
             raise
-        await wait_for_future(done)
+        await wait_for_future(done, waiter.future)
+        if not done.done():
+            return None
         error = done.exception()
         if error is not None:
             raise as_ours(error)

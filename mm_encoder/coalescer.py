@@ -14,13 +14,13 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from .cache.daemons import DaemonPool
 from .cache.entry import Entry
 from .cache.inflight import Flight, Flights
 from .cache.key import Keys
 from .cache.tiered import Cache
 from .config import CacheConfig, ImageOptions
 from .contract import CacheStats, ImageResult
+from .daemons import DaemonPool
 from .device import Transfers, open_transfers
 from .engine.faults import Joined, copy_error
 from .engine.future import Future
@@ -122,7 +122,7 @@ class Coalescer:
             raise
 
     def __init__(
-        self, cache: Cache, keys: Callable[[], Keys], transfers: Transfers, results: str, lookups: int
+        self, cache: Cache, keys: Callable[[int], Keys], transfers: Transfers, results: str, lookups: int
     ) -> None:
         self.cache, self._transfers, self._results = cache, transfers, results
         self._keys_of_loaded = keys
@@ -131,9 +131,11 @@ class Coalescer:
         self.file_lookups = DaemonPool(_MAX_FILE_LOOKUPS, "mm-encoder-lookup-file")
         self._flights: Flights[Waiter] = Flights()
 
-    def make_keys(self) -> None:
-        """Fix what keys cover, once the weights are loaded and before anything is looked up."""
-        self.keys = self._keys_of_loaded()
+    def make_keys(self, threads: int) -> None:
+        """Fix what keys cover, once the weights are loaded and before anything is looked up. `threads` is
+        Torch's number of threads where the towers run.
+        """
+        self.keys = self._keys_of_loaded(threads)
 
     def close(self) -> None:
         """Close the cache; all flights are closed by then."""
@@ -300,7 +302,7 @@ class NoCache:
         """Return zeros."""
         return CacheStats()
 
-    def make_keys(self) -> None:
+    def make_keys(self, threads: int) -> None:
         """Do nothing."""
 
     def bump_weights(self) -> None:

@@ -108,7 +108,7 @@ class Encoder:
             undo.callback(self._coalescer.close)
             self._engine = Engine(pipeline, self._coalescer, settings)  # loads every replica
             undo.callback(self._engine.close, drain=False)
-            self._coalescer.make_keys()  # of the weights that were loaded
+            self._coalescer.make_keys(self._engine.torch_threads)  # of the weights that were loaded
             self._admission = admission_of(self._engine, self._coalescer, pipeline)
             self.stream_priority = self._engine.stream_priority
             self._log_ready()

@@ -53,7 +53,6 @@ def describe(device: torch.device) -> dict[str, str]:
             "device": f"cpu {platform.machine()}",
             "capability": torch.backends.cpu.get_cpu_capability(),
             "cuda": "none",
-            "torch threads": str(torch.get_num_threads()),  # they divide a product's sums
             **fields,
         }
     properties = torch.cuda.get_device_properties(device)
@@ -86,6 +85,8 @@ def _torch(name: str) -> Callable[[], object]:
     return getattr(torch._C, name, lambda: "unknown")
 
 
+_THREADS = "torch threads"
+"""They divide a product's sums. Unlike the others it is each thread's own; a new one takes the process's."""
 _priority_order = getattr(torch._C, "_get_sdp_priority_order", tuple)
 _ATTENTION: dict[str, Callable[[], object]] = {
     "flash attention": cuda.flash_sdp_enabled,
@@ -105,6 +106,7 @@ _CPU: dict[str, Callable[[], object]] = {
     "mkldnn": _torch("_get_mkldnn_enabled"),
     "mkldnn deterministic": _torch("_get_mkldnn_deterministic"),
     "fp16 reductions": _torch("_get_cpu_allow_fp16_reduced_precision_reduction"),
+    _THREADS: torch.get_num_threads,
 }
 _CUDA: dict[str, Callable[[], object]] = {
     "matmul precision": lambda: torch._C._get_fp32_precision_getter("cuda", "matmul"),
@@ -122,9 +124,13 @@ def read_settings(device: torch.device) -> Settings:
     return settings_reader(device)()
 
 
-def settings_reader(device: torch.device) -> Callable[[], Settings]:
-    """Return a quick `read_settings` for one device."""
+def settings_reader(device: torch.device, threads: int | None = None) -> Callable[[], Settings]:
+    """Return a quick `read_settings` for one device; `threads` is Torch's number of threads where the tower
+    runs, by default that of the thread that reads.
+    """
     getters = {**_ATTENTION, **(_CPU if device.type == "cpu" else _CUDA)}
+    if threads is not None and _THREADS in getters:
+        getters[_THREADS] = lambda: threads
     names, calls = tuple(getters), tuple(getters.values())
 
     @lru_cache(64)

@@ -80,11 +80,11 @@ class ImagePipeline:
         lane.wait()
         return tower
 
-    def cache_keys(self, device: torch.device) -> Keys:
+    def cache_keys(self, device: torch.device, threads: int | None = None) -> Keys:
         """Return the maker of cache keys for results on `device`: once a tower is built, of its very weights.
-        Before, it reads the vision tensors.
+        Before, it reads the vision tensors. `threads` is as in `settings_reader`.
         """
-        return Keys(self.identity(device), settings_reader(device))
+        return Keys(self.identity(device), settings_reader(device, threads))
 
     def identity(self, device: torch.device) -> dict[str, str]:
         """Return, by name, everything besides the image that results depend on; see `cache_keys`."""

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from mm_encoder import CacheConfig, DeadlineExceededError, Encoder, EncoderBusyError
-from mm_encoder.cache.daemons import DaemonPool
 from mm_encoder.cache.files import FileTier
 from mm_encoder.coalescer import Coalescer
+from mm_encoder.daemons import DaemonPool
 from mm_encoder.families.glm53 import Glm53
 from mm_encoder.media.source import encoded_hash
 

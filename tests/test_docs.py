@@ -91,7 +91,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 def test_a_job_takes_the_steps_that_are_drawn_and_no_other(seen: Steps) -> None:
-    for stage in ("waiting", "opening", "bytes", "queued", "preparing", "ready", "running", "loop"):
+    for stage in ("waiting", "opening", "bytes", "queued", "preparing", "ready", "running", "loop", "file"):
         go_and_end(stage, Scheduler(1 if stage == "waiting" else 9, 100, replicas=1), job(90))
     assert seen == {step for step in diagram(JobState) if "[*]" not in step}
 
@@ -106,6 +106,11 @@ def go_and_end(stage: str, scheduler: Scheduler, one: Job) -> None:
     first = enter(scheduler, job(90)) if stage in ("waiting", "bytes", "loop") else None
     if stage == "loop":
         from_a_loop(scheduler, one)
+    elif stage == "file":
+        enter(scheduler, one)
+        worker = take(scheduler)
+        scheduler.hand_to_opener(worker, one)
+        scheduler.finish_preparing(worker)
     elif stage == "opening":
         admit(scheduler, one, late_when_opened)
     else:

@@ -15,7 +15,7 @@ PACKAGE = TESTS.parent / "mm_encoder"
 
 # Each group may import from itself and from the groups before it; see "Layers" in CONTRIBUTING.md.
 LAYERS = [
-    {"errors", "locks", "logs"},
+    {"daemons", "errors", "locks", "logs"},
     {"contract", "_manifest"},
     {"_native"},
     {"config", "runtime"},

@@ -30,7 +30,7 @@ def test_device_and_libraries_are_described() -> None:
     on_gpu, on_cpu = describe(GPU), describe(CPU)
     assert (on_gpu["device"], on_gpu["capability"]) == ("NVIDIA H200", "9.0")
     assert on_gpu["torch"] == on_cpu["torch"] == torch.__version__
-    assert on_cpu["torch threads"] == str(torch.get_num_threads())
+    assert dict(read_settings(CPU))["torch threads"] == str(torch.get_num_threads())
     if torch.version.cuda:
         assert int(on_gpu["cudnn"]) > 8000
         assert re.fullmatch(r"\d+\.\d+\.\d+ \d+\.\d+\.\d+|unknown", on_gpu["cublas"])

@@ -48,7 +48,7 @@ class FileTier(DiskTier):
         self._pid = os.getpid()
         self._eviction_order = EvictionOrder()  # as of the last scan
         self._rescan_needed = False
-        self._stats_lock = threading.Lock()
+        self._stats_lock = threading.RLock()  # a signal handler may come in between
         self._evictions = self._errors = 0
         self._last_logged: dict[str, float] = {}
         self._closed = False

@@ -68,7 +68,7 @@ class FoyerTier(DiskTier):
         self._max_chunks = (regions - 2) * 4  # foyer keeps one region clean, and writes to another
         self._written = self._evictions = self._errors = self._failures = 0
         self._unconfirmed_key = b""
-        self._stats_lock = threading.Lock()
+        self._stats_lock = threading.RLock()  # a signal handler may come in between
         self._last_logged: dict[str, float] = {}
         self._bad_manifests: set[bytes] = set()  # manifests whose entry was read and failed
         try:

@@ -6,7 +6,6 @@ is left, whichever caller started it, and is abandoned when the last one leaves.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -112,8 +111,7 @@ class Flights(Generic[A]):
     """The flights that can be joined, by key."""
 
     def __init__(self) -> None:
-        # Reentrant, as a flight may be finished by the collector inside it; nothing is waited for in it.
-        self._lock = threading.RLock()
+        self._lock = AskableLock()
         self._flights: dict[bytes, Flight[A]] = {}
 
     def find(self, key: bytes) -> Flight[A] | None:
@@ -125,25 +123,29 @@ class Flights(Generic[A]):
         flight = self.find(key)
         return flight if flight is not None and flight.join(*waiters) else None
 
+    @guarded
     def claim_key(self, key: bytes, flight: Flight[A]) -> bool:
         """Make `flight` the one of `key`; False if there is another that can be joined. A flight that was
         closed or abandoned meanwhile may be finished once more.
         """
-        with self._lock:
-            other = self._flights.get(key)
-            if other is not None and other.is_open:
-                return False
-            flight.key = key
-            self._flights[key] = flight
-            return True
+        other = self._flights.get(key)
+        if other is not None and other.is_open:
+            return False
+        flight.key = key
+        self._flights[key] = flight
+        return True
 
     def finish(self, flight: Flight[A]) -> list[A]:
-        """Close a flight, remove it, and return its waiters."""
+        """Close a flight, remove it, and return its waiters. Never waits, as cancelling comes here: where a
+        thread is inside, it removes the flight when it leaves.
+        """
         waiters = flight.close()  # first: the next flight to claim its key sees that it is closed
-        with self._lock:
-            if self._flights.get(flight.key) is flight:
-                del self._flights[flight.key]
+        self._lock.ask(partial(self._remove, flight))
         return waiters
+
+    def _remove(self, flight: Flight[A]) -> None:
+        if self._flights.get(flight.key) is flight:
+            self._flights.pop(flight.key, None)
 
     def __len__(self) -> int:
         """Return the number of flights."""

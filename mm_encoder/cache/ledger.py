@@ -50,7 +50,8 @@ class Ledger:
         """Open the ledger's file, created if it is missing. Raises OSError."""
         self._path = os.path.join(path, LEDGER)
         self._descriptor = open_file(path, LEDGER)
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
+        self._closing = False
         self._close = Closer(self, self._descriptor)
         self.entries = self.bytes = 0
         self.clean = False
@@ -65,7 +66,8 @@ class Ledger:
 
         `entries`, `bytes` and `clean` are read first and written back at the end, also after an exception.
         """
-        if not self._mutex.acquire(timeout=seconds):
+        # A signal handler may have come in between: what its own thread holds is not free.
+        if self._held_here() or not self._mutex.acquire(timeout=seconds):
             yield False
             return
         try:
@@ -85,6 +87,8 @@ class Ledger:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         finally:
             self._mutex.release()
+            if self._closing:
+                self.close()
 
     def beat(self) -> None:
         """Show those who wait for the lock that its holder goes on; to be called often where much is done."""
@@ -111,9 +115,16 @@ class Ledger:
             return 0, 0
 
     def close(self) -> None:
-        """Close the ledger, once no thread of this process holds its lock."""
-        with self._mutex:
-            self._close()
+        """Close the ledger, once no thread of this process holds its lock; if this one does, in a signal
+        handler, when it leaves.
+        """
+        self._closing = True
+        if not self._held_here():
+            with self._mutex:
+                self._close()
+
+    def _held_here(self) -> bool:
+        return self._mutex._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def _acquire_flock(self, seconds: float, patient: bool) -> bool:
         self.waited, pause, beaten = False, 0.001, self._beaten_ns()

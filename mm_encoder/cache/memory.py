@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..locks import AskableLock, guarded
 from .entry import Entry
 
 # Every storage in this process that was ever cached and is still alive, by id. This is exact: Torch keeps a
@@ -64,7 +64,8 @@ class MemoryTier:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._max_small_bytes = max_bytes // 5
-        self._lock = threading.Lock()
+        # A signal handler, or a finalizer, may close the tier while its own thread is inside it.
+        self._lock = AskableLock()
         self._index: dict[bytes, _Node] = {}
         self._small: deque[_Node] = deque()
         self._main: deque[_Node] = deque()
@@ -89,41 +90,45 @@ class MemoryTier:
         that all hits share one storage.
         """
         nbytes = entry.nbytes
-        if not 0 < nbytes <= self._max_bytes:
-            return
-        # Freed outside the lock: it takes a while, and finalizers of these tensors may call this tier.
-        evicted: list[_Node] = []
-        with self._lock:
-            if self._closed or key in self._index:
-                return
-            try:
-                while self._bytes + nbytes > self._max_bytes:
-                    evicted.append(self._evict())
-                self._add(_Node(key, entry, nbytes))
-            except BaseException:  # an interrupt: better empty than with bytes that nothing evicts
-                self._drop_all()
-                raise
-        track(entry.rows)
+        # Held: inside another `put` of this thread, which cannot be waited for.
+        if 0 < nbytes <= self._max_bytes and not self._lock.held():
+            evicted = self._put(_Node(key, entry, nbytes))
+            if evicted is not None:
+                track(entry.rows)
+            # Freed here, outside the lock: it takes a while, and finalizers of tensors may call this tier.
 
+    @guarded
+    def _put(self, node: _Node) -> list[_Node] | None:
+        """Return what was evicted; None if the entry was not stored."""
+        evicted: list[_Node] = []
+        if self._closed or node.key in self._index:
+            return None
+        try:
+            while self._bytes + node.nbytes > self._max_bytes:
+                evicted.append(self._evict())
+            self._add(node)
+        except BaseException:  # an interrupt: better empty than with bytes that nothing evicts
+            self._drop_all()
+            raise
+        return evicted
+
+    @guarded
     def stats(self) -> MemoryStats:
         """Return the counters at this moment."""
-        with self._lock:
-            return MemoryStats(len(self._index), self._bytes, self._evictions)
+        return MemoryStats(len(self._index), self._bytes, self._evictions)
 
     def clear(self) -> None:
-        """Drop all entries, without counting them as evicted."""
-        with self._lock:
-            dropped = self._index, self._small, self._main
-            self._drop_all()
-        del dropped  # outside the lock, as in `put`
+        """Drop all entries, without counting them as evicted; at once, or when who is inside leaves."""
+        self._lock.ask(self._drop_all)
 
     def close(self) -> None:
         """Drop all entries and store nothing from now on. Idempotent."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
         self.clear()
 
     def _drop_all(self) -> None:
+        for dropped in (self._index, self._small, self._main):
+            self._lock.after(dropped.clear)  # as in `put`
         self._index, self._small, self._main = {}, deque(), deque()
         self._ghosts = OrderedDict()
         self._bytes = self._small_bytes = self._ghost_bytes = 0

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 
-from .daemons import DaemonPool
+from ..daemons import DaemonPool
 from .entry import Entry
 
 _MAX_THREADS = 64  # as many keys may stall before the others have to wait

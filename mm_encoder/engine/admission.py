@@ -125,8 +125,8 @@ async def _admit_async(scheduler: Scheduler, job: Job) -> None:
     grant.result()
 
 
-async def wait_for_future(future: Future[Any] | Grant) -> None:
-    """Wait on the running loop until `future` is done. Cancelling this does not cancel the future, and a loop
+async def wait_for_future(*futures: Future[Any] | Grant) -> None:
+    """Wait on the running loop until one of `futures` is done. Cancelling this does not cancel it, and a loop
     that was closed meanwhile is left alone.
     """
     loop = asyncio.get_running_loop()
@@ -137,12 +137,15 @@ async def wait_for_future(future: Future[Any] | Grant) -> None:
             arrived.set_result(None)
 
     def tell(_: object) -> None:
+        if arrived.done():
+            return
         try:
             loop.call_soon_threadsafe(wake)
         except RuntimeError:
             pass  # closed, with this in flight
 
-    future.add_done_callback(tell)
+    for future in futures:
+        future.add_done_callback(tell)
     await arrived
 
 

@@ -16,6 +16,7 @@ from ..settings import EncoderSettings
 from .admission import admit, admit_async, wait_for_future
 from .job import Job
 from .lifecycle import ThreadGroup
+from .opening import Opener
 from .preprocess import Preprocessor
 from .protocols import Coalescing, Pipeline
 from .replica import Replica, build_once
@@ -41,18 +42,21 @@ class Engine:
             Replica(index, settings, pipeline.model, build, self.scheduler)
             for index in range(settings.replicas_per_gpu)
         ]
+        opener = Opener(self.scheduler, pipeline)
         self._preprocessors = [
-            Preprocessor(index, self.scheduler, pipeline, coalescer)
+            Preprocessor(index, self.scheduler, pipeline, coalescer, opener)
             for index in range(settings.preprocess_workers)
         ]
         self._pid = os.getpid()
-        self._threads = ThreadGroup(self.scheduler, coalescer.close)
+        self._threads = ThreadGroup(self.scheduler, opener.close, coalescer.close)
         try:
             weakref.finalize(self, self._threads.stop_from_gc).atexit = False
             deadlines = owned_thread(self.scheduler, self.scheduler.deadlines.run, "mm-encoder-deadlines")
             for thread in (deadlines, *(replica.thread for replica in self._replicas)):
                 self._threads.start(thread)
             self.stream_priority = [replica.loaded.result() for replica in self._replicas].pop()
+            # A replica for which the host has changed the number meanwhile makes results that are not kept.
+            self.torch_threads = self._replicas[0].torch_threads
             for preprocessor in self._preprocessors:
                 self._threads.start(preprocessor.thread)
         except BaseException:

@@ -66,6 +66,16 @@ class Future(concurrent.futures.Future[T]):
         self.on_cancel: Callable[[Future[T]], object] = _nothing
         """Called whenever it is found cancelled by `cancel`; must hold no job."""
 
+    # Without the condition, which another thread may hold: one read of the state is as good.
+
+    def cancelled(self) -> bool:
+        """As in `concurrent.futures`; takes no lock."""
+        return self._state.startswith("CANCELLED")
+
+    def done(self) -> bool:
+        """As in `concurrent.futures`; takes no lock."""
+        return self._state not in ("PENDING", "RUNNING")
+
     def cancel(self) -> bool:
         """As in `concurrent.futures`. Repeating an interrupted call completes it."""
         try:

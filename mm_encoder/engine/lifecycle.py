@@ -28,10 +28,10 @@ class ThreadGroup:
     """The threads that work for one scheduler, until it is stopped and all of them have ended.
 
     Holds the scheduler and not the engine, so that an engine which nobody refers to can be collected.
-    `on_stopped` is called whenever all threads have ended; it may be called more than once.
+    `on_stopped` are called whenever all threads have ended; they may be called more than once.
     """
 
-    def __init__(self, scheduler: Scheduler, on_stopped: Callable[[], None]) -> None:
+    def __init__(self, scheduler: Scheduler, *on_stopped: Callable[[], None]) -> None:
         self._scheduler, self._on_stopped = scheduler, on_stopped
         self._pid = os.getpid()
         self._lock = threading.RLock()  # close() may come in a signal handler
@@ -102,7 +102,8 @@ class ThreadGroup:
         for thread in self.threads():
             if thread is not joiner:
                 thread.join()
-        self._on_stopped()
+        for stopped in self._on_stopped:
+            stopped()
         if not self._exiting:  # a callback that is running must not be taken away
             atexit.unregister(self._at_exit)
 

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..logs import logger
+from ..media.source import may_stall
 from ..runtime import usable_cpus
 from .future import Grant
 from .job import Job
+from .opening import Opener
 from .protocols import Coalescing, Pipeline
 from .scheduler import Scheduler
 from .worker import Worker
@@ -46,9 +48,12 @@ class Deliver(NamedTuple):
 class Preprocessor(Worker):
     """Prepares queued jobs until the scheduler is closed and empty."""
 
-    def __init__(self, index: int, scheduler: Scheduler, pipeline: Pipeline, coalescer: Coalescing) -> None:
+    def __init__(
+        self, index: int, scheduler: Scheduler, pipeline: Pipeline, coalescer: Coalescing, opener: Opener
+    ) -> None:
         super().__init__(f"mm-encoder-prep-{index}", scheduler)
-        self._scheduler, self._pipeline, self._coalescer = scheduler, pipeline, coalescer
+        self._scheduler, self._pipeline = scheduler, pipeline
+        self._coalescer, self._opener = coalescer, opener
 
     def run(self) -> None:
         """Prepare jobs, and go on whatever is raised in the thread: it has no state of its own to lose."""
@@ -77,8 +82,11 @@ class Preprocessor(Worker):
             outcome: Ready | WaitForBytes | Deliver = Ready()
             job.stage_done("queue_wait")
             try:
-                with _CPUS:
-                    outcome = self._prepare(job)
+                if not job.finished and job.plan is None and may_stall(job.image):
+                    self._opener.open(job, self)
+                else:
+                    with _CPUS:
+                        outcome = self._prepare(job)
                 if isinstance(outcome, Deliver):
                     # Only now: callbacks may take long, or need another encoder's CPU permit.
                     outcome.call()

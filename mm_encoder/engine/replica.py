@@ -33,6 +33,8 @@ class Replica(Worker):
         self._build_tower: BuildTower | None = build_tower
         self._scheduler, self._watch = scheduler, Watch(settings.device)
         self.loaded: Future[int] = Future()
+        self.torch_threads = 0
+        """Torch's number of threads in this thread, once it has loaded."""
 
     def run(self) -> None:
         """Build the tower, then run batches until closed; any exception that gets here ends the replica."""
@@ -45,6 +47,8 @@ class Replica(Worker):
                 self._end(error)  # does what the first attempt has left undone
 
     def _work(self) -> None:
+        # Before its first operation: from here on the thread keeps the number, whatever others set.
+        self.torch_threads = torch.get_num_threads()
         lane = open_lane(self._settings.device, self._settings.stream_priority)
         # Not kept: a shared tower is held by its builder, and must go when the last replica ends.
         build, self._build_tower = self._build_tower, None

@@ -49,7 +49,7 @@ class Scheduler:
         self._refusal: MMEncoderError | None = None
         self._numbers = count()
         self._queued: list[Job] = []
-        self._preparing: set[Job] = set()
+        self._preparing: dict[Job, Worker] = {}
         self._ready: list[Job] = []
         # A token for each job that was put into the queue, at least; a thread takes one, then looks.
         self._to_prepare: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -130,14 +130,14 @@ class Scheduler:
         jobs = line[:1] if line is self._queued else line[: fitting(line, self._batching)]
         worker.take(*jobs)
         if line is self._queued:
-            self._preparing.update(jobs)
+            self._preparing[jobs[0]] = worker
             jobs[0].move_to(JobState.PREPARING)
         del line[: len(jobs)]
         return True
 
     def finish_preparing(self, worker: Worker, grant: Grant | None = None) -> None:
         """Take back the job that `worker` prepared. It is ready, or finished, or waits for its `grant` of
-        bytes and is then queued again.
+        bytes and is then queued again; or another thread opens it, and `worker` has nothing more to do.
         """
         job = worker.job
         if job is not None:
@@ -151,7 +151,9 @@ class Scheduler:
 
     @guarded
     def _put_down(self, worker: Worker, job: Job, grant: Grant | None) -> None:
-        self._preparing.discard(job)
+        if self._preparing.get(job) is not worker:
+            return
+        del self._preparing[job]
         if job.finished:
             return
         if grant is not None:
@@ -164,9 +166,15 @@ class Scheduler:
             self._to_run.put(None)
 
     @guarded
+    def hand_to_opener(self, worker: Worker, job: Job) -> None:
+        """Leave to another thread a job that `worker` has: it opens the image, and queues the job again."""
+        if self._preparing.pop(job, None) is worker:
+            job.move_to(JobState.OPENING)
+
+    @guarded
     def _resolve_idle(self) -> None:
         for entry in self._idle_waiters[:]:
-            if self._preparing.isdisjoint(entry[0]):
+            if entry[0].isdisjoint(self._preparing):
                 self._lock.after(entry[1].resolve)
                 self._idle_waiters.remove(entry)
 
@@ -246,11 +254,11 @@ class Scheduler:
     # tower's error        Promise.fail              its replica    the same
     # invalid image        Promise.fail_if_pending   that has it    by that thread, when it puts it down
     # hit before decoding  fail_if_pending(Joined)   preprocessing  the same
-    # refused, interrupted Scheduler.drop            the caller's   by `drop`
-    # cancelled            Future.cancel             any            at once by `_account`; of a job in
-    # late                 fail_if_pending           deadlines      preparation by its thread, when it puts
-    # last replica lost    on_replica_lost           that replica   it down; of one that is being opened only
-    # close, no drain      cancel_waiting            that closes    the buffers are left to its thread
+    # refused, interrupted Scheduler.drop            the caller's   at once by `_account` or `drop`; of a job
+    # cancelled            Future.cancel             any            in preparation by its thread, when it
+    # late                 fail_if_pending           deadlines      puts it down; of one that is being
+    # last replica lost    on_replica_lost           that replica   opened only the buffers are left to its
+    # close, no drain      cancel_waiting            that closes    thread
 
     def _on_done(self, job: Job, error: BaseException | None) -> None:
         """Account for a job's outcome, the first of those that it is called with. Cancelling may happen in
@@ -269,21 +277,26 @@ class Scheduler:
         for line in (self._queued, self._ready):
             if job in line:
                 line.remove(job)
-        if job not in self._preparing:  # else the thread that has it does the rest
-            self._release(job)
-            if job.stage is not JobState.OPENING:
-                job.release_buffers()
+        if self._release_unless_preparing(job) and job.stage is not JobState.OPENING:
+            job.release_buffers()
 
     def retire(self, job: Job) -> None:
-        """Release everything that a finished job holds. If it was cancelled a moment ago, account for that
-        and notify its waiters first.
+        """Release everything that a finished job holds, unless a preprocessing thread has it, which does so
+        when it puts it down. If it was cancelled a moment ago, account for that and notify its waiters first.
         """
         if not job.begun:  # else the thread that began to give the outcome accounts for it
             self._on_done(job, CancelledError())
         if job.future.cancelled():
             job.notify_cancelled()
+        if self._release_unless_preparing(job):
+            job.release_buffers()
+
+    @guarded
+    def _release_unless_preparing(self, job: Job) -> bool:
+        if job in self._preparing:
+            return False
         self._release(job)
-        job.release_buffers()
+        return True
 
     def _release(self, job: Job) -> None:
         self.bytes.release(job)

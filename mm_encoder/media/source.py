@@ -39,6 +39,15 @@ def is_image(value: object) -> bool:
     return isinstance(value, (bytes, bytearray, memoryview, str, Path, np.ndarray, Image.Image))
 
 
+# What is read from these is in memory. A plain Image is loaded; Pillow loads those of a file when it has to.
+_IN_MEMORY = (bytes, bytearray, memoryview, str, np.ndarray, Image.Image)
+
+
+def may_stall(image: object) -> bool:
+    """Return whether opening `image` may read from a file, which may take any time."""
+    return type(image) not in _IN_MEMORY
+
+
 def _lock_of(image: Image.Image) -> threading.Lock:
     """Return the lock of one Pillow image, which loads lazily, from a file with one position for all threads.
 

@@ -28,6 +28,42 @@ from .conftest import BUDGET, bytes_in, entry, file_of, key, put, same
 
 pytestmark = pytest.mark.threads
 
+# --- signal handlers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["_evict_to_fit", "_is_stored"])
+def test_a_signal_handler_may_close_the_tier_inside_a_put(
+    path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    tier, call = FileTier(path, BUDGET), getattr(FileTier, step)
+    closed: list[object] = []
+
+    def interrupted(self: FileTier, *arguments: Any) -> Any:
+        self.close()
+        closed.append(self.stats())
+        return call(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileTier, step, interrupted)
+        joined([started(lambda: put(tier, 0))])
+    assert closed
+    assert not tier._ledger._close.alive  # its descriptor is closed once the put has left
+    again = FileTier(path, BUDGET)
+    assert again.stats()[:2] == (1, bytes_in(path) - LEDGER_BYTES)
+    again.close()
+
+
+def test_a_signal_handler_may_read_counts_while_they_change(path: Path) -> None:
+    tier = FileTier(path, BUDGET)
+
+    def inside() -> None:
+        with tier._stats_lock:
+            tier.stats()
+
+    joined([started(inside)])
+    tier.close()
+
+
 # --- files that a cleaner removes (case D45) ---------------------------------------------------------
 
 

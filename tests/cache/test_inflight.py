@@ -162,6 +162,36 @@ def test_a_flight_that_was_given_up_is_replaced_and_does_not_end_its_successor()
     assert len(flights) == 0
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_finishing_does_not_wait_for_who_is_inside(own: bool) -> None:
+    """Cancelling finishes a flight: in a signal handler, or where another thread waits for this one."""
+    flights: Flights[Waiting] = Flights()
+    first = Waiting()
+    made = flight(first)[0]
+    flights.claim_key(b"key", made)
+    inside, opened = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with flights._lock:
+            inside.set()
+            assert opened.wait(HANG)
+        flights._lock.settle()
+
+    if own:
+        with flights._lock:
+            assert flights.finish(made) == [first]
+        flights._lock.settle()
+    else:
+        holder = started(hold)
+        assert inside.wait(HANG)
+        finisher = started(lambda: flights.finish(made))
+        joined([finisher])
+        opened.set()
+        joined([holder])
+    assert len(flights) == 0
+    assert flights.claim_key(b"key", flight(Waiting())[0])
+
+
 def test_whoever_joins_is_given_the_result_or_told_that_it_is_too_late() -> None:
     for _ in range(300):
         flights: Flights[Waiting] = Flights()

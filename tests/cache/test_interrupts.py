@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason="sys.monitoring came with 
 ALL = bool(os.environ.get("STRESS"))
 SAMPLE, THREAD_SAMPLE = 8, 2
 """Places per scenario, spread over all, unless STRESS is set; each in a thread of ours takes an encoder."""
-PARTS = ("cached.py", "coalescer.py", "cache")
+PARTS = ("cached.py", "coalescer.py", "cache", "daemons.py")
 IMAGES = [np.full((30, 30, 3), seed, np.uint8) for seed in range(3)]
 MIB = 1024**2
 

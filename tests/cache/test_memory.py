@@ -23,6 +23,8 @@ from mm_encoder.cache.entry import Entry
 from mm_encoder.cache.memory import MemoryStats, MemoryTier, live_cpu_bytes_process, track
 from mm_encoder.contract import ImageMetadata
 
+from ..helpers.threads import joined, started
+
 WIDTH = 16
 ROW = WIDTH * 4
 
@@ -419,6 +421,37 @@ def test_many_puts_of_one_key_leave_one_storage(alive: Callable[[], int]) -> Non
 
 
 @pytest.mark.threads
+@pytest.mark.parametrize("step", ["_add", "_evict"])
+@pytest.mark.parametrize("call", ["close", "clear", "stats", "put"])
+def test_a_signal_handler_may_call_the_tier_inside_a_put(
+    monkeypatch: pytest.MonkeyPatch, alive: Callable[[], int], call: str, step: str
+) -> None:
+    tier, calls = MemoryTier(4 * ROW), list[str]()
+    for name in range(4):
+        tier.put(key(name), entry())
+    add_ghost, add = MemoryTier._add_ghost, MemoryTier._add
+
+    def handle() -> None:
+        if not calls:
+            calls.append(call)
+            tier.put(key("handler"), entry()) if call == "put" else getattr(tier, call)()
+
+    def interrupted(self: MemoryTier, node: Any) -> None:
+        handle()
+        (add if step == "_add" else add_ghost)(self, node)
+
+    # In the midst of `_evict`, where the victim has left its queue and not the index.
+    monkeypatch.setattr(MemoryTier, "_add" if step == "_add" else "_add_ghost", interrupted)
+    joined([started(lambda: tier.put(key("new"), entry()))])
+    assert calls == [call]
+    kept = 0 if call in ("close", "clear") else 4
+    assert (tier.stats().entries, tier.stats().bytes, alive()) == (kept, kept * ROW, kept * ROW)
+    tier.put(key("later"), entry())
+    assert (tier.get(key("later")) is None) == (call == "close")
+    assert tier.stats().bytes == sum(node.nbytes for node in (*tier._small, *tier._main))
+    tier.close()
+
+
 def test_a_put_after_close_stores_nothing(alive: Callable[[], int]) -> None:
     for _ in range(20):
         tier = MemoryTier(100 * ROW)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from mm_encoder import BatchConfig, Encoder, ImageResult, MediaLimits, MMEncoderError
 from mm_encoder.device import Lane
@@ -21,6 +25,7 @@ from mm_encoder.engine.replica import Replica
 from mm_encoder.engine.scheduler import Scheduler
 from mm_encoder.settings import EncoderSettings
 
+from ..helpers.images import png
 from ..helpers.interrupts import AVAILABLE, CALLER, Interrupts, Place, as_caller, in_thread
 from ..helpers.jobs import ready
 from ..helpers.threads import joined, library_threads
@@ -32,7 +37,7 @@ ALL = bool(os.environ.get("STRESS"))
 SAMPLE = 10
 """Places per scenario, spread over all, unless STRESS is set."""
 PARTS = ("engine", "locks.py", "encoder.py")
-IMAGE = np.zeros((30, 30, 3), np.uint8)
+IMAGE, PNG = np.zeros((30, 30, 3), np.uint8), png(30, 30)
 
 
 def is_caller() -> bool:
@@ -51,6 +56,18 @@ def submit_and_cancel(encoder: Encoder) -> None:
 
 def generate(encoder: Encoder) -> None:
     encoder.generate([IMAGE, IMAGE])
+
+
+def on_a_loop(encoder: Encoder) -> None:
+    """More images than slots, some of which another thread opens."""
+
+    async def main() -> None:
+        pairs: list[list[Any]] = [[IMAGE, Image.open(io.BytesIO(PNG))] for _ in range(3)]
+        deadline = time.monotonic() + 1e6
+        calls = (encoder.generate_async(pair, deadline=deadline) for pair in pairs)
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    asyncio.run(main())
 
 
 def refused(encoder: Encoder) -> None:
@@ -74,8 +91,11 @@ def places(interrupts: Interrupts, run: Callable[[], None]) -> list[tuple[Place,
     return found if ALL else found[:: -(-len(found) // SAMPLE)]
 
 
+# Of coroutines of asyncio's own that were interrupted before they began.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("scenario", [submit, submit_and_cancel, generate, refused])
+@pytest.mark.parametrize("scenario", [submit, submit_and_cancel, generate, refused, on_a_loop])
 def test_an_interrupted_caller_leaves_nothing_behind(
     glm53_checkpoint: Path, scenario: Callable[[Encoder], None], error: type[BaseException]
 ) -> None:
@@ -127,6 +147,28 @@ def test_an_interrupted_thread_of_the_engine_leaves_nothing_behind(
 
 def opened_encoder(checkpoint: Path) -> Encoder:
     return Encoder(checkpoint, device="cpu", queue_depth=4, preprocess_workers=1, replicas_per_gpu=2)
+
+
+@pytest.mark.parametrize("error", [SystemExit, MemoryError])
+@pytest.mark.parametrize("role", ["mm-encoder-prep", "mm-encoder-open"])
+def test_an_interrupted_thread_that_opens_for_a_loop_leaves_nothing_behind(
+    glm53_checkpoint: Path, role: str, error: type[BaseException]
+) -> None:
+    interrupts = Interrupts("engine", "locks.py", "daemons.py", role=in_thread(role))
+
+    def call(encoder: Encoder) -> None:
+        as_caller(lambda: on_a_loop(encoder))
+        nothing_left(encoder)
+
+    with opened_encoder(glm53_checkpoint) as encoder:
+        found = places(interrupts, lambda: call(encoder))
+    # A pool's thread that is struck while it has no work yet ends, which only the start of a thread can do.
+    for place, visit in (one for one in found if one[0][:2] != ("daemons.py", "_run")):
+        with opened_encoder(glm53_checkpoint) as encoder:
+            with interrupts.striking(place, visit, error):
+                call(encoder)
+            assert encoder.generate(IMAGE), place
+        until(lambda: not library_threads())
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])

@@ -25,7 +25,7 @@ from mm_encoder.errors import (
 )
 
 from ..helpers.jobs import enter, job, opened, run_one, take
-from ..helpers.threads import started
+from ..helpers.threads import joined, started
 from ..helpers.waiting import HANG, until
 
 pytestmark = pytest.mark.threads
@@ -96,6 +96,35 @@ def test_cancelling_frees_the_slot_at_once_unless_a_thread_has_the_job() -> None
     assert held(scheduler) == (0, 0)
     assert {one.state for one in (ready, preparing, queued)} == {JobState.DONE}
     assert [one.image or one.source or one.patches for one in (ready, preparing, queued)] == [None] * 3
+
+
+@pytest.mark.parametrize("end", ["cancelled", "late"])
+def test_a_job_that_its_caller_drops_in_preparation_keeps_its_slot_until_it_is_put_down(end: str) -> None:
+    """The caller's thread, or its task, was slow to see that the slot was granted."""
+    scheduler = Scheduler(1, 100, replicas=1)
+    dropped = enter(scheduler, job(10))
+    worker = take(scheduler)
+    if end == "late":
+        dropped.fail_if_pending(DeadlineExceededError("late"))
+    scheduler.drop(dropped)
+    assert dropped.future.done()
+    assert held(scheduler) == (1, 10)
+    assert dropped.source is not None
+    scheduler.finish_preparing(worker)
+    assert held(scheduler) == (0, 0)
+    assert dropped.source is None
+
+
+def test_whether_a_job_is_finished_is_seen_while_its_future_is_locked() -> None:
+    """The scheduler asks under its own lock, where it waits for no other."""
+    scheduler = Scheduler(1, 100, replicas=1)
+    waiting, seen = enter(scheduler, job(10)), list[bool]()
+    with waiting.future._condition:
+        joined([started(lambda: seen.extend((waiting.finished, waiting.future.done())))])
+    waiting.future.cancel()
+    with waiting.future._condition:
+        joined([started(lambda: seen.extend((waiting.finished, waiting.future.done())))])
+    assert seen == [False, False, True, True]
 
 
 def test_a_running_job_cannot_be_cancelled() -> None:

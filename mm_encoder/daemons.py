@@ -67,8 +67,11 @@ def _run(queue: _Queue, idle: threading.Semaphore) -> None:
         if item is None:
             queue.put(None)  # for the next
             return
-        with suppress(BaseException):  # whatever strikes there ends no thread
+        try:
             _do(*item)
+        except BaseException as error:  # whatever strikes there ends no thread and loses no work
+            with suppress(BaseException):
+                item[0].set_exception(error)
         del item  # an idle thread keeps nothing alive
 
 
