@@ -282,8 +282,9 @@ class Scheduler:
 
     def retire(self, job: Job) -> None:
         """Release everything that a finished job holds. If it was cancelled a moment ago, account for that
-        and notify its waiters first.
+        and notify its waiters first; give it the error that a thread which was interrupted had decided.
         """
+        job.complete_failing()
         if not job.begun:  # else the thread that began to give the outcome accounts for it
             self._on_done(job, CancelledError())
         if job.future.cancelled():
