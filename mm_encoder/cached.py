@@ -55,7 +55,7 @@ class CachedEngine:
                 self._engine.admit(job)
             return waiter.future
         except BaseException:
-            waiter.cancel()
+            self._engine.scheduler.insist(waiter.cancel)
             raise
 
     async def admit_async(self, job: Job) -> Future[ImageResult]:

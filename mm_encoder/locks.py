@@ -47,7 +47,7 @@ class AskableLock:
         self.settle()
 
     def after(self, work: Work) -> None:
-        """Have `work`, which may take other locks, done when this one is released; to be called under it."""
+        """Have `work`, which may take other locks, done when this one is released next."""
         self._afterwards.append(work)
 
     def settle(self) -> None:

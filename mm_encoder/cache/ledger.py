@@ -109,8 +109,12 @@ class Ledger:
     def read(self) -> tuple[int, int]:
         """Return entries and bytes, without the lock; reopens the file, as `close` may run meanwhile."""
         try:
-            with open(self._path, "rb") as file:
-                return _parse(file.read())[:2]
+            # Whatever has its name by now: no pipe is waited for, no link followed, no more read than it has.
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                return _parse(os.pread(descriptor, LEDGER_BYTES, 0))[:2]
+            finally:
+                os.close(descriptor)
         except OSError:
             return 0, 0
 

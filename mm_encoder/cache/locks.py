@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -64,7 +65,11 @@ class Lock:
 def open_file(path: str, name: str) -> int:
     """Open a file of the directory, created if it is missing, to be locked. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(os.path.join(path, name), flags, 0o666)
+    file = os.path.join(path, name)
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(file).st_mode):
+            raise OSError(errno.EINVAL, f"{file} is not a regular file; remove it")
+    return os.open(file, flags, 0o666)
 
 
 class Closer:

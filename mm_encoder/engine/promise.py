@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -109,6 +109,8 @@ class Promise:
             if not self.future.done():  # the caller may have done it, or a call that was interrupted
                 setter(value)
                 called_back = True
+        except InvalidStateError:
+            pass  # another thread gave it this moment: `complete_failing` may be called in several
         except BaseException:
             # From a done-callback, see `cancel`; or an interrupt, before the outcome was set.
             logger.exception("a callback on a result failed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from itertools import count
@@ -88,11 +88,25 @@ class Scheduler:
 
     def drop(self, job: Job) -> None:
         """End a job whose caller was refused or interrupted, wherever that was, and release what it holds."""
+        self.insist(partial(self._drop, job))
+
+    def _drop(self, job: Job) -> None:
         try:
             job.complete()
         finally:
             if job.future.cancelled() or job.future.done():
                 self.retire(job)
+
+    def insist(self, work: Callable[[], object]) -> None:
+        """Do `work`; if it is cut off, as where the stack ends, a preprocessing thread does it again. To note
+        that takes less stack than getting a slot did, while giving it back may take more.
+        """
+        try:
+            work()
+        except BaseException:
+            self._lock.after(work)
+            self._to_prepare.put(None)  # whose taker uses the lock
+            raise
 
     def require_open(self) -> None:
         """Raise EncoderClosedError after `close`, ReplicaError when no replica is left."""
@@ -282,8 +296,10 @@ class Scheduler:
 
     def retire(self, job: Job) -> None:
         """Release everything that a finished job holds, unless a preprocessing thread has it, which does so
-        when it puts it down. If it was cancelled a moment ago, account for that and notify its waiters first.
+        when it puts it down. If it was cancelled a moment ago, account for that and notify its waiters first;
+        give it the error that a thread which was interrupted had decided.
         """
+        job.complete_failing()
         if not job.begun:  # else the thread that began to give the outcome accounts for it
             self._on_done(job, CancelledError())
         if job.future.cancelled():

@@ -202,8 +202,12 @@ def _decode_tiff(data: bytes, header: Header) -> Picture:
     for jpeg in jpeg_parts(data, layout):
         # libtiff passes over libjpeg's warnings, so that half a strip would be half grey.
         part = read_jpeg(jpeg)
-        if part.size.width > layout.padded.width or part.size.height > layout.padded.height:
-            raise MediaDecodeError("the TIFF is corrupt (a strip or tile is larger than the image)")
+        # Checked before any is decoded: each could be as large as the whole image.
+        if part.size.width > layout.part.width or part.size.height > layout.part.height:
+            raise MediaDecodeError(
+                f"the TIFF is corrupt (a strip or tile is {part.size.width}x{part.size.height}, "
+                f"where the directory says {layout.part.width}x{layout.part.height})"
+            )
         check_jpeg_scans(jpeg)
         _decompress_jpeg(jpeg, part.channels)
     return Picture.of(tiff_image(data, layout))

@@ -75,6 +75,8 @@ class Layout:
     orientation: int
     padded: ImageSize
     """Its size with tiles whole."""
+    part: ImageSize
+    """Of a tile, or of a strip; the last strip may be lower."""
     bits: int
     inverted: bool
     """Whether white is zero and the decoder does not know."""
@@ -138,7 +140,8 @@ def tiff_layout(data: bytes) -> Layout:
     _check_kind(read, compression, photometric, depths, samples)
     bits = depths[0]
     if not size.width or not size.height:
-        return Layout(size, 1, size, bits, False, compression, {}, read.order, (), b"")  # refused by its size
+        # Refused by its size.
+        return Layout(size, 1, size, size, bits, False, compression, {}, read.order, (), b"")
     planes = samples if read.value(_PLANAR, 1) == 2 else 1
     tags = {
         _WIDTH: (size.width,),
@@ -162,11 +165,12 @@ def tiff_layout(data: bytes) -> Layout:
             raise MediaDecodeError("the TIFF is corrupt (its colour map has the wrong length)")
     if any(max(tags.get(tag, ()), default=0) > 0xFFFF for tag in _SHORTS):
         raise MediaDecodeError("the TIFF is corrupt (a tag's value is out of range)")
-    padded, parts = _place(read, size, planes, samples // planes * bits, compression, tags)
+    padded, part, parts = _place(read, size, planes, samples // planes * bits, compression, tags)
     return Layout(
         size,
         _orientation(read),
         padded,
+        part,
         bits,
         inverted,
         compression,
@@ -233,8 +237,10 @@ def _orientation(read: _Directory) -> int:
 
 def _place(
     read: _Directory, size: ImageSize, planes: int, bits: int, compression: int, tags: dict[int, Values]
-) -> tuple[ImageSize, tuple[tuple[int, int], ...]]:
-    """Find the strips or tiles, put them into `tags`, and return the padded size and the parts."""
+) -> tuple[ImageSize, ImageSize, tuple[tuple[int, int], ...]]:
+    """Find the strips or tiles, put them into `tags`, and return the padded size, that of a part, and the
+    parts.
+    """
     tiled = _TILES in read.entries
     if tiled:
         wide, high = read.value(_TILE_WIDTH), read.value(_TILE_HEIGHT)
@@ -268,7 +274,7 @@ def _place(
             raise MediaDecodeError("the TIFF is truncated or corrupt (a strip or tile is too short)")
     tags[_TILES if tiled else _STRIPS] = starts[:count]
     tags[_TILE_BYTES if tiled else _STRIP_BYTES] = lengths[:count]
-    return padded, parts
+    return padded, ImageSize(wide, high), parts
 
 
 def jpeg_parts(data: bytes, layout: Layout) -> Iterator[bytes]:

@@ -163,6 +163,40 @@ def test_a_damaged_entry_is_a_counted_miss_and_is_removed(
     tier.close()
 
 
+@pytest.mark.parametrize("file", [directory.LEDGER, directory.LOCK])
+@pytest.mark.parametrize("replace", NO_FILE.values(), ids=NO_FILE)
+def test_a_ledger_or_lock_that_is_no_file_is_named(
+    path: Path, file: str, replace: Callable[[Path, Path], None]
+) -> None:
+    tier = FileTier(path, BUDGET)
+    put(tier, 0)
+    tier.close()
+    replace(path / file, file_of(path, 0))
+    with pytest.raises(CacheError, match=f"{path / file} is not a regular file; remove it"):
+        FileTier(path, BUDGET)
+    shutil.rmtree(path / file) if (path / file).is_dir() else (path / file).unlink()
+    tier = FileTier(path, BUDGET)
+    assert same(tier.get(key(0)), entry(key(0)))
+    tier.close()
+
+
+def endless(ledger: Path, _: Path) -> None:
+    with ledger.open("ab") as file:
+        file.truncate(1 << 40)  # a hole, which would be read into memory
+
+
+@pytest.mark.parametrize("replace", [endless, *NO_FILE.values()], ids=["endless", *NO_FILE])
+def test_counts_ask_no_more_of_the_ledger_than_its_record(
+    path: Path, replace: Callable[[Path, Path], None]
+) -> None:
+    tier = FileTier(path, BUDGET)
+    put(tier, 0)
+    counts = tier.stats()[:2]
+    replace(path / directory.LEDGER, file_of(path, 0))
+    assert tier.stats()[:2] == (counts if replace is endless else (0, 0))
+    tier.close()
+
+
 @pytest.mark.parametrize("name", [*CONTENT, *NO_FILE])
 def test_damage_done_while_closed_is_found_after_a_reopen(path: Path, name: str) -> None:
     tier = FileTier(path, BUDGET)

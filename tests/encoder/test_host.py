@@ -9,13 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mm_encoder import Encoder, ImageResult, ReplicaError
+from mm_encoder import CacheConfig, Encoder, ImageResult, ReplicaError
 from mm_encoder.engine.budget import Budget
 from mm_encoder.engine.tally import Tally
 from mm_encoder.families.glm53 import GlmTower
@@ -160,6 +161,27 @@ def test_cancelling_with_too_little_stack_can_be_repeated(
         assert encoder.health().queue_length == 0
         towers.release()
         nothing_left(encoder)
+
+
+@pytest.mark.parametrize("cache", [None, CacheConfig()], ids=["", "cache"])
+def test_a_submit_that_the_stack_ends_leaves_nothing_behind(
+    glm53_checkpoint: Path, cache: CacheConfig | None
+) -> None:
+    """Giving back takes more stack than getting did, so at some depths only another thread can."""
+    depth, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    with Encoder(glm53_checkpoint, device="cpu", queue_depth=100, cache=cache) as encoder:
+        errors = 0
+        for room in range(4, 60):
+            submit = partial(encoder.submit, png(seed=room))
+            try:
+                at_depth(sys.getrecursionlimit() - depth - room, submit)
+            except RecursionError:
+                errors += 1
+        assert errors
+        nothing_left(encoder)
+        assert encoder.generate(png())
 
 
 def test_several_callbacks_finalizers_and_threads_close_at_once(

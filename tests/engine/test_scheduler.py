@@ -493,6 +493,42 @@ def test_an_interrupted_caller_leaves_nothing_behind(at: str, monkeypatch: pytes
     assert (held(scheduler), stats.in_flight, stats.cancelled) == ((0, 0), 0, 2)
 
 
+def test_a_thread_that_is_interrupted_twice_loses_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time it fails its job; the second time comes between counting that and the outcome."""
+    scheduler = Scheduler(9, 100, replicas=1)
+    one = enter(scheduler, job(90))
+    worker = take(scheduler)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "_resolve", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.fail_if_pending(MediaDecodeError("cut"))
+    assert one.finished
+    assert not one.future.done()
+    scheduler.finish_preparing(worker)
+    assert isinstance(one.future.exception(0), MediaDecodeError)
+    assert (held(scheduler), scheduler.tally.snapshot().failed) == ((0, 0), 1)
+
+
+def test_an_outcome_that_two_threads_give_at_once_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = job()
+    set_exception = Future.set_exception
+
+    def second(future: Future[Any], error: BaseException) -> None:
+        set_exception(future, error)  # the other thread's
+        set_exception(future, error)
+
+    monkeypatch.setattr(Future, "set_exception", second)
+    one.fail_if_pending(MediaDecodeError("cut"))
+    assert isinstance(one.future.exception(0), MediaDecodeError)
+    assert not caplog.records
+
+
 def test_a_lost_replica_is_accounted_for_before_its_caller_knows() -> None:
     scheduler = Scheduler(3, 100, replicas=1)
     worker = Worker("replica", scheduler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image, ImageFile, TiffImagePlugin
 
 from mm_encoder.config import MediaLimits
 from mm_encoder.errors import MediaDecodeError, MediaError, MediaTooLargeError, UnsupportedMediaError
+from mm_encoder.media import decode as decode_module
 from mm_encoder.media.decode import decode
 from mm_encoder.media.header import read_header
 from mm_encoder.media.source import open_source, size_of
@@ -214,6 +216,7 @@ def test_sizes_are_refused_from_the_directory(planner: MediaPlanner) -> None:
     assert decode(tiff(given, photometric=2), small).size == (45, 37)
     for data in (
         tiff(given, photometric=2, tags={256: (4, (60_000,)), 257: (4, (60_000,))}),
+        tiff(given, photometric=2, tags={256: (4, (0,))}),
         tiff(given, photometric=2, tile=(16, 16), tags={322: (4, (1 << 20,)), 323: (4, (1 << 20,))}),
     ):
         for read in (lambda data=data: planner.plan(data), lambda data=data: decoded(data)):
@@ -241,6 +244,46 @@ def test_the_same_bytes_many_times_are_refused() -> None:
     data = tiff(np.zeros((2000, 45, 3)), photometric=2, tags={**tags, 257: (4, (rows,))})
     with pytest.raises(MediaDecodeError, match="same bytes"):
         decoded(data)
+
+
+def in_jpeg_parts(given: Image.Image, size: tuple[int, int], *, tiled: bool) -> bytes:
+    """Build a grey TIFF of 64x48 whose parts, of `size` by its directory, are all the same JPEG."""
+    jpeg = saved(given, "JPEG")
+    count = -(-64 // size[0]) * -(-48 // size[1])
+    starts, lengths = [8] * count, [len(jpeg)] * count
+    tags: dict[int, tuple[int, Sequence[int]]] = {256: (4, (64,)), 257: (4, (48,)), 259: (3, (7,))}
+    if tiled:
+        tags |= {322: (4, size[:1]), 323: (4, size[1:]), 324: (4, starts), 325: (4, lengths)}
+        tags |= dict.fromkeys((273, 278, 279), (4, ()))
+    else:
+        tags |= {273: (4, starts), 278: (4, size[1:]), 279: (4, lengths)}
+    stored = np.frombuffer(jpeg, np.uint8).reshape(-1, 1, 1)  # as the samples of one strip
+    return tiff(stored, photometric=1, tags=tags)
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["strips", "tiles"])
+@pytest.mark.parametrize(("wider", "higher"), [(0, 0), (16, 0), (0, 16)])
+def test_a_part_larger_than_the_directory_says_is_not_decoded(
+    tiled: bool, wider: int, higher: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part could be as large as the whole image, and decoding them all take minutes."""
+    size = (16, 16) if tiled else (64, 16)
+    data = in_jpeg_parts(noise(size[0] + wider, size[1] + higher, "L"), size, tiled=tiled)
+    calls = []
+    decompress = decode_module._decompress_jpeg
+
+    def noted(jpeg: bytes, channels: int) -> Any:
+        calls.append(jpeg)
+        return decompress(jpeg, channels)
+
+    monkeypatch.setattr(decode_module, "_decompress_jpeg", noted)
+    if not wider and not higher:
+        assert decoded(data).shape == (48, 64, 3)
+        assert calls
+        return
+    with pytest.raises(MediaDecodeError, match=f"is {size[0] + wider}x{size[1] + higher}, where"):
+        decoded(data)
+    assert not calls
 
 
 def test_no_setting_of_the_host_matters(monkeypatch: pytest.MonkeyPatch) -> None:
