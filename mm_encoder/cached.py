@@ -19,7 +19,7 @@ from .contract import ImageResult
 from .engine.admission import Admission, wait_for_future
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
-from .engine.faults import as_ours
+from .engine.faults import as_ours, is_of_image
 from .engine.future import run_in_new_thread
 from .engine.job import Job
 from .pipeline import ImagePipeline
@@ -128,6 +128,8 @@ class CachedEngine:
             key = self._coalescer.keys.key(mm_hash, job.options)
             found = self._coalescer.find(waiter, key)
         except Exception as error:
+            if not is_of_image(error):
+                raise
             waiter.fail_if_pending(error)
             return LookUp.DONE, b""
         if type(job.image) is bytes:
