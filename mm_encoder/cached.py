@@ -81,7 +81,8 @@ class CachedEngine:
             return waiter.future
         except BaseException as error:
             # A coroutine may be collected inside a lock that cancelling takes.
-            run_in_new_thread(waiter.cancel) if isinstance(error, GeneratorExit) else waiter.cancel()
+            leave = run_in_new_thread if isinstance(error, GeneratorExit) else self._engine.scheduler.insist
+            leave(waiter.cancel)
             raise
 
     def _is_to_encode(self, found: LookUp, waiter: Waiter) -> bool:
