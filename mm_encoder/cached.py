@@ -17,7 +17,7 @@ from .daemons import DaemonPool
 from .engine.admission import Admission, wait_for_future
 from .engine.deadlines import Deadlines
 from .engine.engine import Engine
-from .engine.faults import as_ours
+from .engine.faults import as_ours, is_of_image
 from .engine.future import run_in_new_thread
 from .engine.job import Job
 from .media.source import may_stall
@@ -82,7 +82,8 @@ class CachedEngine:
             return waiter.future
         except BaseException as error:
             # A coroutine may be collected inside a lock that cancelling takes.
-            run_in_new_thread(waiter.cancel) if isinstance(error, GeneratorExit) else waiter.cancel()
+            leave = run_in_new_thread if isinstance(error, GeneratorExit) else self._engine.scheduler.insist
+            leave(waiter.cancel)
             raise
 
     def _is_to_encode(self, found: LookUp, waiter: Waiter) -> bool:
@@ -133,6 +134,8 @@ class CachedEngine:
             key = self._coalescer.keys.key(mm_hash, job.options)
             found = self._coalescer.find(waiter, key)
         except Exception as error:
+            if not is_of_image(error):
+                raise
             waiter.fail_if_pending(error)
             return LookUp.DONE, b""
         if type(job.image) is bytes:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from ..contract import ImageResult
 from ..errors import EncoderBusyError, MMEncoderError
 from .budget import Budget
+from .faults import is_of_image
 from .future import Grant, run_in_new_thread
 from .job import Job, JobState
 from .scheduler import Scheduler
@@ -64,6 +65,8 @@ def _admit(scheduler: Scheduler, job: Job, open_image: OpenImage) -> None:
     try:
         open_image(job)
     except Exception as error:
+        if not is_of_image(error):
+            raise
         job.fail_if_pending(error)
         job.release_buffers()
         return

@@ -9,7 +9,9 @@ from typing import TypeVar
 
 from ..device import out_of_memory
 from ..errors import MMEncoderError, ReplicaError
+from ..media.faults import is_foreign
 
+_OF_IMAGE = MMEncoderError, OSError, MemoryError, TypeError, ValueError
 E = TypeVar("E", bound=BaseException)
 _PACKAGE = __name__.split(".")[0]
 
@@ -56,6 +58,13 @@ def copy_error(error: E, message: str | None = None) -> E:
     copy.__cause__ = error.__cause__
     copy.__notes__ = list(getattr(error, "__notes__", ()))
     return copy
+
+
+def is_of_image(error: BaseException) -> bool:
+    """Return whether an error of reading an image, in its caller's thread, is the outcome for this image.
+    What else is raised there is for the caller: a signal handler of the host's may have raised it.
+    """
+    return isinstance(error, _OF_IMAGE) and not is_foreign(error)
 
 
 def as_ours(error: BaseException) -> MMEncoderError | OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
 
 import numpy as np
 
@@ -27,19 +28,33 @@ _NO_MEMORY = "not enough memory to decode an image"
 _WORK_PER_PIXEL = {"WebP": 24, "WEBP": 24, "AVIF": 24, "HEIC": 24, "HEIF": 24, "TIFF": 16}
 _WORK = 16 << 20
 
+# Whose types of exception decoders raise.
+_DECODERS = sys.stdlib_module_names | {"PIL", "numpy", "simplejpeg", "pillow_heif", "isal", "igzip_lib"}
+_DECODERS |= {__name__.partition(".")[0]}
+
 
 def is_callers(error: OSError | ValueError) -> bool:
     """Return whether opening a file failed for a reason that another path cures."""
     return not isinstance(error, OSError) or error.errno in _CALLERS
 
 
+def is_foreign(error: BaseException) -> bool:
+    """Return whether `error` was raised by code of the host's, which a signal handler may do anywhere, and a
+    file object in every read. Only its type tells: one that no decoder raises.
+    """
+    kind = type(error)
+    if kind.__module__ == "builtins":  # such as TimeoutError("too late"): the system gives a number
+        return isinstance(error, OSError) and error.errno is None and kind is not OSError
+    return kind.__module__.partition(".")[0] not in _DECODERS
+
+
 def host_fault(error: BaseException) -> BaseException | None:
     """Return what to raise if `error` is the host's fault, None if it can be the media's.
 
-    The host's are too little memory, as MemoryError whatever the library called it; too deep a stack; and
-    whatever the system refused, such as a descriptor or a read, as it gave it.
+    The host's are too little memory, as MemoryError whatever the library called it; too deep a stack; what
+    its own code raised; and whatever the system refused, such as a descriptor or a read, as it gave it.
     """
-    if isinstance(error, (MemoryError, RecursionError)):
+    if isinstance(error, (MemoryError, RecursionError)) or is_foreign(error):
         return error
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return MemoryError(_NO_MEMORY)

@@ -13,6 +13,8 @@ from typing import Any
 
 from PIL import Image
 
+from .faults import is_foreign
+
 ORIENTATION_TAG = 0x0112
 SWAPS_SIDES = (5, 6, 7, 8)
 """Orientations that swap width and height."""
@@ -59,8 +61,10 @@ def orientation_of_pillow(image: Image.Image) -> int:
             value = read.get(ORIENTATION_TAG)
             if value is not None or getattr(read, "_info", None) is not None:  # without: it could not be read
                 return int(value) if value in range(1, 9) else 1
-        except Exception:  # Pillow's parser raises many types of exception, and warnings where the host wants
-            pass
+        except Exception as error:
+            # Pillow's parser raises many types of exception, and warnings where the host wants.
+            if is_foreign(error):
+                raise
     return orientation_of(image.info)
 
 

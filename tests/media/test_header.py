@@ -188,9 +188,8 @@ def test_a_bomb_is_refused_from_its_header(row: Row, planner: MediaPlanner) -> N
 
 @pytest.mark.usefixtures("no_decoding")
 def test_it_is_the_limit_that_keeps_the_decoder_from_a_bomb() -> None:
-    with pytest.raises(MediaDecodeError) as error:
+    with pytest.raises(DecoderReached):
         decode_module.decode(case("D08_bomb_1bit_16000.png"), MediaLimits(max_pixels=16_000**2))
-    assert isinstance(error.value.__cause__, DecoderReached)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "WEBP"])
