@@ -536,7 +536,11 @@ def test_an_internal_error_on_delivery_leaves_no_waiter(
             asks.append(encoder.submit(png(1)))
             work.opened.set()
         if where in ("keep", "share"):
+            work.hold()
             asks = [encoder.submit(png()) for _ in range(3)]
+            work.wait()
+            until(lambda: encoder.cache_stats().joined == 2)
+            work.opened.set()
         outcomes = [ask.exception(timeout=HANG) for ask in asks]
     assert where != "keep" or outcomes == [None] * 3
     assert where != "account" or outcomes.count(None) == 2

@@ -80,10 +80,11 @@ class Scheduler:
     @guarded
     def _enqueue(self, job: Job) -> bool:
         if not job.finished and job.stage in (JobState.WAITING, JobState.OPENING):
+            # First: one waking too many does no harm, and for want of one the next job would be left waiting.
+            self._to_prepare.put(None)
             if job not in self._queued:
                 insort(self._queued, job, key=_by_number)
             job.move_to(JobState.QUEUED)
-            self._to_prepare.put(None)
         return not job.finished
 
     def drop(self, job: Job) -> None:
@@ -173,11 +174,11 @@ class Scheduler:
         if grant is not None:
             job.move_to(JobState.WAITING)
         elif job.stage in (JobState.PREPARING, JobState.READY):
+            self._to_run.put(None)  # first, as in `_enqueue`
             if job not in self._ready:
                 insort(self._ready, job, key=_by_number)
             job.move_to(JobState.READY)
             worker.take()
-            self._to_run.put(None)
 
     @guarded
     def hand_to_opener(self, worker: Worker, job: Job) -> None:

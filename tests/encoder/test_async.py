@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import gc
 import io
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -153,7 +154,10 @@ def test_errors_are_those_of_generate(encoder: Encoder, images: Any, options: di
     with pytest.raises(wanted.type) as raised:
         asyncio.run(encoder.generate_async(images, **options))
     assert type(raised.value) is wanted.type
-    assert str(raised.value) == str(wanted.value)
+    if "deadline" in options:  # the messages say how long ago it was
+        assert re.sub(r"[0-9.]+ s", "", str(raised.value)) == re.sub(r"[0-9.]+ s", "", str(wanted.value))
+    else:
+        assert str(raised.value) == str(wanted.value)
     nothing_left(encoder)
     assert len(encoder.generate(GOOD)) == 1
 

@@ -70,6 +70,42 @@ def test_bytes_are_bounded_and_an_oversized_job_enters_alone() -> None:
     blocked(scheduler, job())
 
 
+@pytest.mark.parametrize("interrupted", [JobState.QUEUED, JobState.READY])
+def test_a_job_that_was_interrupted_on_its_way_takes_no_other_jobs_turn(
+    monkeypatch: pytest.MonkeyPatch, interrupted: JobState
+) -> None:
+    """Threads are woken once a job: one that came without waking would be taken in place of the next."""
+    scheduler, first, second = Scheduler(10, 100, replicas=1), job(), job()
+    workers = [Worker(f"w{number}", scheduler) for number in range(2)]
+    move_to = Job.move_to
+
+    def struck_once(one: Job, state: JobState) -> None:
+        if one is first and state is interrupted:
+            monkeypatch.setattr(Job, "move_to", move_to)
+            raise MemoryError
+        move_to(one, state)
+
+    monkeypatch.setattr(Job, "move_to", struck_once)
+    if interrupted is JobState.QUEUED:
+        scheduler.register(first)
+        scheduler.slots.acquire(first, 1)
+        with pytest.raises(MemoryError):
+            scheduler.enqueue(first)
+        enter(scheduler, second)
+        taken = started(lambda: [scheduler.next_to_prepare(worker) for worker in workers])
+    else:
+        for one, worker in zip((first, second), workers, strict=True):
+            enter(scheduler, one)
+            assert scheduler.next_to_prepare(worker) is one
+        with pytest.raises(MemoryError):
+            scheduler.finish_preparing(workers[0])
+        scheduler.finish_preparing(workers[1])
+        replicas = [Worker(f"r{number}", scheduler) for number in range(2)]
+        taken = started(lambda: [scheduler.next_to_run(replica) for replica in replicas])
+    taken.join(HANG)
+    assert not taken.is_alive()
+
+
 def test_both_queues_are_fifo() -> None:
     scheduler = Scheduler(10, 100, replicas=1)
     jobs = [enter(scheduler, job()) for _ in range(5)]
