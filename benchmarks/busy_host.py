@@ -1,5 +1,5 @@
-"""An image's time beside a busy Python thread of the host, with the Python tower, the compiled tower and
-transformers; and how late a thread wakes that sleeps 1 ms. Compiling takes a minute, once.
+"""An image's time beside a busy Python thread of the host, with the Python and the compiled tower; and how
+late a thread wakes that sleeps 1 ms. The two towers are compiled first, for a minute each, once.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ def measure(encode: Callable[[], float]) -> list[float]:
     sleeper = threading.Thread(target=sleep)
     sleeper.start()
     towers, totals = [], []
-    for _ in range(ROUNDS):
-        begun = time.perf_counter()
-        towers.append(encode())
-        totals.append((time.perf_counter() - begun) * 1e3)
-    done.set()
-    sleeper.join()
+    try:
+        for _ in range(ROUNDS):
+            begun = time.perf_counter()
+            towers.append(encode())
+            totals.append((time.perf_counter() - begun) * 1e3)
+    finally:
+        done.set()
+        sleeper.join()
     return [statistics.median(towers), statistics.median(totals), sorted(late)[int(len(late) * 0.99)]]
 
 

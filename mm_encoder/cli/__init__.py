@@ -189,7 +189,7 @@ def compile_tower(
     target = parse_device(options.chosen_device(device))
     begun = time.perf_counter()
     with open_console(stderr=True).status("compiling, for a minute or two") as status:
-        package = compiled_package(
+        package, _ = compiled_package(
             rules,
             target,
             options.chosen_dtype(dtype) or default_dtype(target),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -24,15 +26,17 @@ def build(
     dtype: torch.dtype,
     identity: Mapping[str, str],
     packages: Packages,
+    find: Callable[[], Package],
     progress: Callable[[str], object] = lambda step: None,
 ) -> Package:
-    """Return the package of an identity, compiling it unless another process has meanwhile.
+    """Compile the package of an identity, unless another process has meanwhile: `find` returns what it made,
+    or raises RuntimeMismatchError.
 
     `progress` is called with each step's name. Raises RuntimeMismatchError with the compiler's last words.
     """
     with packages.building(identity) as folder:
         try:
-            return packages.find(identity)
+            return find()
         except RuntimeMismatchError:
             pass
         begun = time.monotonic()
@@ -44,7 +48,7 @@ def build(
         )
         library = folder / "tower.so"
         asked = {
-            "checkpoint": str(family.checkpoint.path),
+            "checkpoint": str(family.checkpoint.path.absolute()),
             "family": family.name,
             "dtype": str(dtype).removeprefix("torch."),
             "out": str(library),
@@ -74,33 +78,39 @@ def _run_child(request: str, folder: Path, progress: Callable[[str], object]) ->
                 cwd=folder,
                 start_new_session=True,
                 text=True,
+                errors="replace",
             )
         except OSError as error:
             raise RuntimeMismatchError(f"no process could be started to compile in: {error}") from error
         assert child.stdin is not None
         assert child.stdout is not None
-        with child.stdin, child.stdout:  # the child ends when its stdin is closed, so also after an interrupt
-            try:
+        try:
+            with suppress(BrokenPipeError):  # it has ended already
                 child.stdin.write(request + "\n")
                 child.stdin.flush()
-                for line in child.stdout:
-                    progress(line.strip())
-                status = child.wait()
-            except BrokenPipeError:
-                status = child.wait()
-            finally:
+            for line in child.stdout:
+                progress(line.strip())
+            status = child.wait()
+        finally:
+            with suppress(ProcessLookupError):  # with its compilers, which use the folder
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            child.stdout.close()
+            with suppress(BrokenPipeError):
                 child.stdin.close()
-        child.wait()
         if status != 0:
-            raise RuntimeMismatchError(_reason(status, (errors.seek(0) == 0 and errors.read()) or b""))
+            errors.seek(0)
+            raise RuntimeMismatchError(_reason(status, errors.read()))
 
 
 def _environment(folder: Path) -> dict[str, str]:
     """Return the child's environment: the same modules, and no file outside `folder`."""
-    paths = [str(Path(path).absolute()) for path in sys.path if path]
+    paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str) and path]
+    ours = str(Path(__file__).parents[2])
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR_", "AOT_INDUCTOR"))}
     return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *paths]),
+        **kept,
+        "PYTHONPATH": os.pathsep.join(paths if ours in paths else [*paths, ours]),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TMPDIR": str(folder),
         "CUDA_VISIBLE_DEVICES": "",

@@ -21,7 +21,7 @@ from .tower import CompiledTower
 class TowerChoice:
     """The choice for one encoder: all its replicas run the same kind of tower.
 
-    package: what is to run; None for the Python tower.
+    package, library: what is to run, and it loaded; None for the Python tower.
     reason: why the Python tower runs.
     strict: whether a package that cannot be used is an error.
     """
@@ -37,18 +37,25 @@ class TowerChoice:
             return cls()
         try:
             if mode == "compiled":
-                return cls(compiled_package(family, device, dtype), strict=True)
-            return cls(_found(family, device, dtype))
+                return cls(*compiled_package(family, device, dtype), strict=True)
+            return cls(*_find(Packages(), _identity(family, device, dtype)))
         except RuntimeMismatchError as error:
             if mode == "compiled":
                 raise
-            return cls(reason=str(error))
+            remedy = "" if device.type != "cpu" else "; `mm-encoder compile` makes one"
+            return cls(reason=f"{error}{remedy}")
 
     def __init__(
-        self, package: Package | None = None, reason: str = 'tower="eager"', strict: bool = False
+        self,
+        package: Package | None = None,
+        library: Library | None = None,
+        *,
+        reason: str = 'tower="eager"',
+        strict: bool = False,
     ) -> None:
-        self._package, self.reason, self._strict = package, reason, strict
-        self._library: Library | None = None
+        self._package, self._library = package, library
+        self.reason, self._strict = reason, strict
+        self._checked = False
         self._lock = threading.Lock()
 
     @property
@@ -65,23 +72,22 @@ class TowerChoice:
         Raises RuntimeMismatchError if they differ and the choice is strict.
         """
         with self._lock:
-            if self._package is None:
+            if self._library is None:
                 return tower
-            if self._library is not None:  # one was checked, and the others must not differ in kind
+            if self._checked:  # the others must not differ in kind
                 return CompiledTower(tower, self._library)
             try:
-                library = Library(self._package.library)
-                compiled = CompiledTower(tower, library)
+                compiled = CompiledTower(tower, self._library)
                 compiled.check()
             except (RuntimeMismatchError, RuntimeError) as error:
                 if self._strict:
                     raise RuntimeMismatchError(str(error)) from error
-                self._package, self.reason = None, str(error)
+                self._package, self._library, self.reason = None, None, str(error)
                 logger.warning(
                     "the tower runs in Python: %s", self.reason, extra={"mm_event": "tower_refused"}
                 )
                 return tower
-            self._library = library
+            self._checked = True
             return compiled
 
 
@@ -90,24 +96,23 @@ def compiled_package(
     device: torch.device,
     dtype: torch.dtype,
     progress: Callable[[str], object] = lambda step: None,
-) -> Package:
-    """Return the package of a family's tower; compile it first, for a minute or two, where there is none.
+) -> tuple[Package, Library]:
+    """Return the package of a family's tower, loaded; compile it first, for a minute or two, where there is
+    none that can be loaded.
 
     `progress` is called with each step's name. Raises RuntimeMismatchError where that cannot be.
     """
     packages, wanted = Packages(), _identity(family, device, dtype)
     try:
-        return packages.find(wanted)
+        return _find(packages, wanted)
     except RuntimeMismatchError:
-        return build(family, dtype, wanted, packages, progress)
+        package = build(family, dtype, wanted, packages, lambda: _find(packages, wanted)[0], progress)
+        return package, Library(package.library)
 
 
-def _found(family: Family, device: torch.device, dtype: torch.dtype) -> Package:
-    wanted = _identity(family, device, dtype)
-    try:
-        return Packages().find(wanted)
-    except RuntimeMismatchError as error:
-        raise RuntimeMismatchError(f"{error}; `mm-encoder compile` makes one") from None
+def _find(packages: Packages, wanted: dict[str, str]) -> tuple[Package, Library]:
+    package = packages.find(wanted)
+    return package, Library(package.library)
 
 
 def _identity(family: Family, device: torch.device, dtype: torch.dtype) -> dict[str, str]:

@@ -59,7 +59,8 @@ class Library:
             for name, arguments in _ARGUMENTS.items():
                 function = getattr(self._library, _PREFIX + name)
                 function.argtypes, function.restype = arguments, c_int32
-            self._library.AOTInductorGetLastError.restype = c_char_p
+            last_error = self._library.AOTInductorGetLastError
+            last_error.argtypes, last_error.restype = (POINTER(c_char_p),), c_int32
             self.delete_tensor = self._library.aoti_torch_delete_tensor_object  # Torch's own
             self.delete_tensor.argtypes = (c_void_p,)
         except (OSError, AttributeError) as error:  # AttributeError: of a Torch before 2.14
@@ -71,7 +72,9 @@ class Library:
             raise RuntimeError(f"{name} of the compiled tower failed: {self._last_error()}")
 
     def _last_error(self) -> str:
-        return (self._library.AOTInductorGetLastError() or b"no reason given").decode(errors="replace")
+        message = c_char_p()
+        self._library.AOTInductorGetLastError(byref(message))
+        return (message.value or b"no reason given").decode(errors="replace")
 
 
 class Container:

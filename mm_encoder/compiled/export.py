@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import sys
@@ -34,7 +35,7 @@ _SHIM = (
 def main() -> None:
     """Compile what stdin asks for."""
     asked = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     dtype = getattr(torch, asked["dtype"])
     _, family = load_family(asked["checkpoint"], asked["family"])
     tower = family.declare_tower(torch.empty(family.table.shape, dtype=dtype))
@@ -122,9 +123,13 @@ def _say(step: str) -> None:
     print(step, file=sys.__stdout__, flush=True)
 
 
-def _end_with_parent() -> None:
-    """Kill this process and its compilers when the parent has closed stdin, or has died."""
-    sys.stdin.read()
+def _end_with_parent(parent: int) -> None:
+    """Kill this process and its compilers when the parent has closed stdin, or has died: a process that it
+    forked may hold the pipe open.
+    """
+    while os.getppid() == parent:
+        if select.select([sys.stdin], [], [], 1.0)[0] and not sys.stdin.read(1):
+            break
     os.killpg(0, signal.SIGKILL)
 
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import platform
 from functools import cache
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -53,7 +54,9 @@ def _sources(tower: type[VisionTower]) -> str:
     """Return the digest of the code that the computation is made from."""
     modules = [layers, tables, trunk, signature, inspect.getmodule(tower)]
     try:
-        return _digest("\0".join(inspect.getsource(module) for module in modules if module is not None))
+        sources = [inspect.getsource(module) for module in modules if module is not None]
+        sources.append(resources.files(__package__).joinpath("export.py").read_text(encoding="utf-8"))
+        return _digest("\0".join(sources))
     except OSError as error:
         raise RuntimeMismatchError(f"the sources of the tower cannot be read: {error}") from None
 

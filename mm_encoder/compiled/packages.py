@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -35,34 +36,39 @@ class Package(NamedTuple):
 
 
 class Packages:
-    """The packages in one directory, by default `mm-encoder/compiled` in the user's cache directory."""
+    """The packages in one directory, by default `mm-encoder/compiled` in the user's cache directory. Raises
+    RuntimeMismatchError if that is not known.
+    """
 
     def __init__(self, directory: str | Path | None = None) -> None:
         chosen = directory or os.environ.get(VARIABLE)
-        if chosen:
-            self.directory = expand_home(VARIABLE, chosen).absolute()
-        else:
-            cache = os.environ.get("XDG_CACHE_HOME", "")
-            base = Path(cache) if os.path.isabs(cache) else expand_home(f"${VARIABLE}", "~/.cache")
-            self.directory = base / "mm-encoder" / "compiled"
+        cache = os.environ.get("XDG_CACHE_HOME", "")
+        try:
+            if chosen:
+                self.directory = expand_home(VARIABLE, chosen).absolute()
+            else:
+                base = Path(cache) if os.path.isabs(cache) else expand_home(VARIABLE, "~/.cache")
+                self.directory = base / "mm-encoder" / "compiled"
+        except ValueError as error:
+            raise RuntimeMismatchError(f"the directory of compiled towers is not known: {error}") from None
 
     def find(self, identity: Mapping[str, str]) -> Package:
         """Return the package of an identity, after checking it.
 
         Raises RuntimeMismatchError saying why there is none that can be used; nothing has been loaded then.
         """
-        key = key_of(dict(identity))
-        manifest_path = self.directory / f"{key}.json"
+        manifest_path = self.directory / f"{key_of(dict(identity))}.json"
+        if not manifest_path.exists():
+            raise RuntimeMismatchError(f"there is no compiled tower for this in {self.directory}")
+        _require_own_directory(self.directory)
+        _require_own(manifest_path)
         try:
             manifest = json.loads(manifest_path.read_bytes())
             library = self.directory / str(manifest["library"])
             wanted = str(manifest["sha256"])
-        except FileNotFoundError:
-            raise RuntimeMismatchError(f"there is no compiled tower for this in {self.directory}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise RuntimeMismatchError(f"the manifest {manifest_path} cannot be read: {error}") from None
-        for path in (self.directory, manifest_path, library):
-            _require_own(path)
+        _require_own(library)
         if library.parent != self.directory or manifest.get("identity") != dict(identity):
             raise RuntimeMismatchError(f"the manifest {manifest_path} is of another tower; delete it")
         found = _sha256(library)
@@ -78,9 +84,14 @@ class Packages:
         build in. Raises RuntimeMismatchError if the directory cannot be used.
         """
         key = key_of(dict(identity))
+        if re.search(r"\s", str(self.directory)):
+            raise RuntimeMismatchError(
+                f"towers cannot be compiled in {str(self.directory)!r}, as Torch's compiler takes no white "
+                f"space in paths; set {VARIABLE} to another directory"
+            )
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _require_own(self.directory)
+            _require_own_directory(self.directory)
             lock = os.open(self.directory / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise RuntimeMismatchError(
@@ -90,13 +101,16 @@ class Packages:
         folder = self.directory / f"{key}.building"
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # which the kernel releases when a process dies
-            shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
-            folder.mkdir(mode=0o700)
-            yield folder
+            try:
+                shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+                folder.mkdir(mode=0o700)
+                yield folder
+            finally:  # only who has the lock may remove it
+                shutil.rmtree(folder, ignore_errors=True)
         except OSError as error:
             raise RuntimeMismatchError(f"a tower cannot be compiled in {folder}: {error}") from error
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
             os.close(lock)
 
     def keep(self, identity: Mapping[str, str], built: Path) -> Package:
@@ -117,16 +131,31 @@ class Packages:
         return Package(library, digest)
 
 
-def _require_own(path: Path) -> None:
+def _require_own_directory(directory: Path) -> None:
+    """Raise RuntimeMismatchError if others could write the directory, or put another one in its place."""
+    _require_own(directory, regular=False)
+    for parent in directory.resolve().parents:
+        found = parent.stat()
+        others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+        if others or found.st_uid not in (os.geteuid(), 0):
+            raise RuntimeMismatchError(
+                f"{parent} belongs to another user or can be written by others, who could replace what is in "
+                f"it; chmod go-w it, or set {VARIABLE} to a directory elsewhere"
+            )
+
+
+def _require_own(path: Path, *, regular: bool = True) -> None:
     """Raise RuntimeMismatchError unless the path is the user's own and writable by nobody else."""
     try:
         found = path.lstat()
-    except OSError as error:
-        raise RuntimeMismatchError(f"{path} cannot be used: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise RuntimeMismatchError(f"{path!r} cannot be used: {error}") from None
     if stat.S_ISLNK(found.st_mode):
         raise RuntimeMismatchError(
             f"{path} is a symbolic link; compiled towers are loaded from plain files only"
         )
+    if regular and not stat.S_ISREG(found.st_mode):
+        raise RuntimeMismatchError(f"{path} is not a regular file; remove it")
     if found.st_uid not in (os.geteuid(), 0):
         raise RuntimeMismatchError(f"{path} belongs to user {found.st_uid}; it must be this user's or root's")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -18,6 +18,10 @@ TOKENS, BOUNDS, WINDOWS, ROWS = "tokens", "bounds", "windows", "rows"
 """The sizes that differ from call to call."""
 
 
+SPECIAL = {"windows": 1, "order": 3}
+"""Special rows that an index may name by negative numbers: the padding; start, newline and end."""
+
+
 class Input(NamedTuple):
     """One input: [`length`, *`shape`], contiguous, on the CPU."""
 
@@ -92,6 +96,18 @@ class Signature:
                     f"{wanted.name} must be {list(shape)}, {wanted.dtype}, contiguous and on the CPU; got "
                     f"{list(got.shape)}, {got.dtype}, strides {_strides(got)}, on {got.device}"
                 )
+        by_name = {wanted.name: got for wanted, got in zip(self.inputs, arguments, strict=True)}
+        if "windows" in by_name:
+            _check_index("windows", by_name["windows"], tokens)
+        if "order" in by_name:
+            _check_index("order", by_name["order"], len(by_name["windows"]))
+
+
+def _check_index(name: str, index: Tensor, count: int) -> None:
+    """Raise ValueError unless an index stays among `count` rows and the special ones, see `Tables`."""
+    least, most = (int(value) for value in index.aminmax())
+    if least < -SPECIAL[name] or most >= count:
+        raise ValueError(f"{name} must be from {-SPECIAL[name]} to {count - 1}, got {least} to {most}")
 
 
 def _strides(tensor: Tensor) -> object:

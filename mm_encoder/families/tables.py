@@ -42,17 +42,18 @@ class TableStore(threading.local):
     def __init__(self, max_bytes: int = 64 * 1024**2) -> None:
         self.max_bytes = max_bytes
         self.nbytes = 0
-        self._tables: OrderedDict[Grid, Tables] = OrderedDict()
+        self._tables: OrderedDict[tuple[Grid, int], Tables] = OrderedDict()
 
-    def get(self, grid: Grid, make: Callable[[Grid], Tables]) -> Tables:
-        """Return the grid's tables; call `make` if they are missing."""
-        if grid in self._tables:
-            self._tables.move_to_end(grid)
-            return self._tables[grid]
+    def get(self, grid: Grid, version: int, make: Callable[[Grid], Tables]) -> Tables:
+        """Return the grid's tables of one version of the weights; call `make` if they are missing."""
+        key = grid, version
+        if key in self._tables:
+            self._tables.move_to_end(key)
+            return self._tables[key]
         tables = make(grid)
         size = _nbytes(tables)
         if size <= self.max_bytes:
-            self._tables[grid] = tables
+            self._tables[key] = tables
             self.nbytes += size
             while self.nbytes > self.max_bytes:
                 _, old = self._tables.popitem(last=False)

@@ -69,6 +69,12 @@ class Trunk(nn.Module):
             x = block(x, tables.rope, attend)
         return self.norm(x)
 
+    @property
+    def version(self) -> int:
+        """A number that changes when the weights that tables are made of are changed in place."""
+        weight = None if self.positions is None else self.positions.weight
+        return 0 if weight is None or weight.is_inference() else weight._version
+
     def tables(self, grid: Grid) -> Tables:
         """Make the tables of one grid: segments, RoPE and positions."""
         t, h, w = grid
@@ -103,7 +109,8 @@ class VisionTower(nn.Module, ABC):
         account for every patch and divide into merge blocks.
         """
         check_packing(patches, grids, self.merge)
-        return pack([self.store.get(grid, self.grid_tables) for grid in grids])
+        version = self.trunk.version
+        return pack([self.store.get(grid, version, self.grid_tables) for grid in grids])
 
     def grid_tables(self, grid: Grid) -> Tables:
         """Make the tables of one grid."""

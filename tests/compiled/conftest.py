@@ -33,7 +33,8 @@ def built() -> dict[tuple[str, torch.dtype], Package]:
         patch.setenv(VARIABLE, str(DIRECTORY))
         families = [load_family(GOLDEN / name / "checkpoint")[1] for name, _ in COMPILED]
         dtypes = [dtype for _, dtype in COMPILED]
-        return dict(zip(COMPILED, pool.map(compiled_package, families, [CPU] * 4, dtypes), strict=True))
+        made = pool.map(compiled_package, families, [CPU] * 4, dtypes)
+        return {what: package for what, (package, _) in zip(COMPILED, made, strict=True)}
 
 
 @pytest.fixture

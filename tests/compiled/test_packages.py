@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from mm_encoder import Encoder, RuntimeMismatchError, _native
 from mm_encoder.cli import build_app
-from mm_encoder.compiled import build, choice
+from mm_encoder.compiled import build, choice, packages
 from mm_encoder.compiled.choice import TowerChoice, compiled_package
 from mm_encoder.compiled.identity import identity, key_of
-from mm_encoder.compiled.packages import VARIABLE, Packages
+from mm_encoder.compiled.packages import VARIABLE, Package, Packages
 from mm_encoder.families.family import Family
 from mm_encoder.families.registry import load_family
 
@@ -31,6 +31,7 @@ from ..helpers.waiting import HANG, until
 pytestmark = pytest.mark.needs_native
 CPU = torch.device("cpu")
 CHECKPOINT = GOLDEN / "glm53" / "checkpoint"
+Built = dict[tuple[str, torch.dtype], Package]
 
 
 @pytest.fixture
@@ -45,25 +46,35 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def fake_compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Compiling writes a file that is no library; returns the requests."""
+def fake_compiler(built: Built, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Compiling copies what was compiled before; returns the requests."""
     asked: list[str] = []
+    library = built["glm53", torch.float32].library.read_bytes()
 
     def write(request: str, folder: Path, progress: Callable[[str], object]) -> None:
         asked.append(request)
         progress("compiling")
-        Path(json.loads(request)["out"]).write_bytes(b"no library")
+        Path(json.loads(request)["out"]).write_bytes(library)
 
     monkeypatch.setattr(build, "_run_child", write)
     return asked
 
 
 @pytest.fixture
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: Any) -> None:
-        raise AssertionError("it was loaded")
+def compiler_of_no_library(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Compiling writes a file that cannot be loaded; returns the requests."""
+    asked: list[str] = []
 
-    monkeypatch.setattr(choice, "Library", load)
+    def write(request: str, folder: Path, progress: Callable[[str], object]) -> None:
+        asked.append(request)
+        Path(json.loads(request)["out"]).write_bytes(b"no library")
+
+    monkeypatch.setattr(build, "_run_child", write)
+    return asked
+
+
+def never_loaded(*_: Any) -> None:
+    raise AssertionError("it was loaded")
 
 
 def wanted(family: Family, dtype: torch.dtype = torch.float32) -> dict[str, str]:
@@ -102,12 +113,19 @@ def test_a_changed_config_is_another_package(family: Family, tmp_path: Path) -> 
 # --- what is refused before it is loaded -------------------------------------------------------------
 
 
+def replaced(library: Path, content: bytes) -> None:
+    """Write a file anew: the old one is mapped into this process."""
+    library.unlink()
+    library.write_bytes(content)
+    library.chmod(0o600)
+
+
 def cut(manifest: Path, library: Path) -> None:
-    library.write_bytes(library.read_bytes()[:-1])
+    replaced(library, library.read_bytes()[:-1])
 
 
 def flipped(manifest: Path, library: Path) -> None:
-    library.write_bytes(b"N" + library.read_bytes()[1:])
+    replaced(library, b"N" + library.read_bytes()[1:])
 
 
 def missing(manifest: Path, library: Path) -> None:
@@ -177,12 +195,13 @@ def of_another_user(manifest: Path, library: Path) -> None:
         of_another_user,
     ],
 )
-@pytest.mark.usefixtures("fake_compiler", "nothing_is_loaded")
+@pytest.mark.usefixtures("fake_compiler")
 def test_a_package_that_cannot_be_trusted_is_not_loaded(
-    family: Family, directory: Path, spoil: Callable[[Path, Path], None]
+    family: Family, directory: Path, spoil: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = compiled_package(family, CPU, torch.float32)
+    package, _ = compiled_package(family, CPU, torch.float32)
     assert Packages().find(wanted(family)) == package
+    monkeypatch.setattr(choice, "Library", never_loaded)
     spoil(directory / f"{key_of(wanted(family))}.json", package.library)
     with pytest.raises(RuntimeMismatchError):
         Packages().find(wanted(family))
@@ -190,42 +209,125 @@ def test_a_package_that_cannot_be_trusted_is_not_loaded(
         assert encoder.health().tower.startswith("Python (")
 
 
-def test_a_file_that_is_no_library_is_an_error(
-    family: Family, directory: Path, fake_compiler: list[str], caplog: pytest.LogCaptureFixture
+@pytest.mark.usefixtures("directory")
+def test_a_file_that_is_no_library_is_compiled_again_and_said_to_be_none(
+    compiler_of_no_library: list[str],
 ) -> None:
-    with pytest.raises(RuntimeMismatchError, match="cannot be loaded"):
-        Encoder(CHECKPOINT, device="cpu", tower="compiled")
-    assert len(fake_compiler) == 1
+    for count in (1, 2):
+        with pytest.raises(RuntimeMismatchError, match="cannot be loaded"):
+            Encoder(CHECKPOINT, device="cpu", tower="compiled")
+        assert len(compiler_of_no_library) == count
     with Encoder(CHECKPOINT, device="cpu") as encoder:
         assert "cannot be loaded" in encoder.health().tower
-    assert [r for r in caplog.records if getattr(r, "mm_event", "") == "tower_refused"]
+    told = CliRunner().invoke(build_app(), ["doctor", str(CHECKPOINT), "--device", "cpu"])
+    assert "cannot be loaded" in told.output
+    assert CliRunner().invoke(build_app(), ["compile", str(CHECKPOINT), "--device", "cpu"]).exit_code == 2
+
+
+@pytest.mark.usefixtures("directory", "fake_compiler")
+def test_a_manifest_that_is_no_file_is_not_read(family: Family) -> None:
+    package, _ = compiled_package(family, CPU, torch.float32)
+    manifest = package.library.with_name(f"{key_of(wanted(family))}.json")
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(RuntimeMismatchError, match="not a regular file"):
+        Packages().find(wanted(family))
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_a_folder_above_that_others_can_replace_is_refused(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above = tmp_path / "above"
+    monkeypatch.setenv(VARIABLE, str(above / "compiled"))
+    compiled_package(family, CPU, torch.float32)
+    above.chmod(0o777)
+    with pytest.raises(RuntimeMismatchError, match="could replace"):
+        Packages().find(wanted(family))
+    above.chmod(0o1777)  # where only owners can, as in /tmp
+    Packages().find(wanted(family))
+
+
+def test_without_a_home_the_python_tower_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> Path:
+        raise ValueError("the home directory is not known")
+
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(packages, "expand_home", unknown)
+    with Encoder(CHECKPOINT, device="cpu") as encoder:
+        assert "home directory is not known" in encoder.health().tower
 
 
 def test_a_damaged_package_is_compiled_anew(
     family: Family, directory: Path, fake_compiler: list[str]
 ) -> None:
-    package = compiled_package(family, CPU, torch.float32)
+    package, _ = compiled_package(family, CPU, torch.float32)
     cut(directory, package.library)
-    assert compiled_package(family, CPU, torch.float32) == package
+    assert compiled_package(family, CPU, torch.float32)[0] == package
     assert len(fake_compiler) == 2
-    assert package.library.read_bytes() == b"no library"
+    assert Packages().find(wanted(family)) == package
 
 
 # --- compiling ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("directory")
-def test_who_comes_second_waits_and_does_not_compile(family: Family, fake_compiler: list[str]) -> None:
+def test_who_gives_up_waiting_takes_nothing_from_who_compiles(family: Family) -> None:
+    packages = Packages()
+    with packages.building(wanted(family)) as folder:
+        program = (
+            "import sys; from mm_encoder.compiled.packages import Packages; import json\n"
+            "print('waiting', flush=True)\n"
+            f"with Packages().building(json.loads({json.dumps(wanted(family))!r})): print('in')\n"
+        )
+        waiting = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "waiting\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(0.5)
+        waiting.send_signal(signal.SIGINT)
+        waiting.wait(HANG)
+        assert waiting.stdout.read() == ""
+        waiting.stdout.close()
+        assert folder.is_dir()
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_forked_process_does_not_keep_the_lock(family: Family) -> None:
+    with Packages().building(wanted(family)):
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+            os._exit(0)
+    try:
+        entered = threading.Event()
+
+        def enter() -> None:
+            with Packages().building(wanted(family)):
+                entered.set()
+
+        threading.Thread(target=enter, daemon=True).start()
+        assert entered.wait(HANG)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.usefixtures("directory")
+def test_who_comes_second_waits_and_does_not_compile(
+    family: Family, fake_compiler: list[str], built: Built
+) -> None:
     packages = Packages()
     with packages.building(wanted(family)):
         found: list[Any] = []
         waiting = threading.Thread(
-            target=lambda: found.append(compiled_package(family, CPU, torch.float32)), daemon=True
+            target=lambda: found.append(compiled_package(family, CPU, torch.float32)[0]), daemon=True
         )
         waiting.start()
         waiting.join(0.2)
         assert not found
-        (packages.directory / "x.so").write_bytes(b"a library")
+        (packages.directory / "x.so").write_bytes(built["glm53", torch.float32].library.read_bytes())
         first = packages.keep(wanted(family), packages.directory / "x.so")
     waiting.join(HANG)
     assert found == [first]
@@ -239,8 +341,26 @@ def test_a_failing_compiler_is_named_and_nothing_is_left(
     with pytest.raises(RuntimeMismatchError, match=r"(?s)could not be compiled.*C\+\+20.*/bin/false"):
         Encoder(CHECKPOINT, device="cpu", tower="compiled")
     assert [path.suffix for path in directory.iterdir()] == [".lock"]
+    assert running(directory) == []
     with Encoder(CHECKPOINT, device="cpu") as encoder:  # goes on in Python
         assert encoder.health().tower.startswith("Python (there is no compiled tower")
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_relative_checkpoint_is_compiled_too(
+    fake_compiler: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CHECKPOINT.parent)
+    compiled_package(load_family("checkpoint")[1], CPU, torch.float32)
+    assert json.loads(fake_compiler[0])["checkpoint"] == str(CHECKPOINT)
+
+
+def test_white_space_in_the_directory_is_refused_at_once(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "a b"))
+    with pytest.raises(RuntimeMismatchError, match="white space"):
+        compiled_package(family, CPU, torch.float32)
 
 
 def test_a_directory_that_cannot_be_written_is_named(

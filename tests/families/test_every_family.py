@@ -303,7 +303,7 @@ def test_tables_are_kept_within_their_bound_and_the_last_used_stay() -> None:
             part = torch.zeros(size // 2, dtype=torch.uint8)
             return Tables((1,), (part, part.clone()))
 
-        store.get((name, 1, 1), make)
+        store.get((name, 1, 1), 0, make)
 
     for name, size in [(1, 400), (2, 400), (1, 400), (3, 400), (1, 400), (2, 400)]:
         table(name, size)
