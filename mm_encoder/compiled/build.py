@@ -92,7 +92,7 @@ def _run_child(request: str, folder: Path, progress: Callable[[str], object]) ->
                 progress(line.strip())
             status = child.wait()
         finally:
-            with suppress(ProcessLookupError):  # with its compilers, which use the folder
+            if child.returncode is None:  # interrupted: it must not go on with its compilers in the folder
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             child.stdout.close()
