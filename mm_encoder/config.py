@@ -75,6 +75,15 @@ def expand_home(name: str, path: str | Path) -> Path:
         ) from None
 
 
+def user_cache(name: str) -> Path:
+    """Return `mm-encoder` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache), for the setting or
+    folder `name`. Raises ValueError if neither is known.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore relative paths.
+    return (Path(cache) if os.path.isabs(cache) else expand_home(name, "~/.cache")) / "mm-encoder"
+
+
 _FORMATS = ("AVIF", "BMP", "GIF", "HEIC", "JPEG", "PNG", "TIFF", "WebP")
 
 

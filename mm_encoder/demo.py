@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
-from .config import expand_home
+from .config import user_cache
 from .families.glm53 import NAMES, GlmTower, ProcessorConfig, VisionConfig
 from .families.trunk import rename
 
@@ -39,10 +38,7 @@ def default_folder() -> Path:
 
     Raises ValueError if neither is known.
     """
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore relative paths.
-    base = Path(cache) if os.path.isabs(cache) else expand_home("the demo's folder", "~/.cache")
-    return base / "mm-encoder" / "demo"
+    return user_cache("the demo's folder") / "demo"
 
 
 def prepare(folder: Path) -> tuple[Path, list[Path]]:

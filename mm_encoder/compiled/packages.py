@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import expand_home
+from ..config import expand_home, user_cache
 from ..errors import RuntimeMismatchError
 from .identity import key_of
 
@@ -42,13 +42,11 @@ class Packages:
 
     def __init__(self, directory: str | Path | None = None) -> None:
         chosen = directory or os.environ.get(VARIABLE)
-        cache = os.environ.get("XDG_CACHE_HOME", "")
         try:
             if chosen:
                 self.directory = expand_home(VARIABLE, chosen).absolute()
             else:
-                base = Path(cache) if os.path.isabs(cache) else expand_home(VARIABLE, "~/.cache")
-                self.directory = base / "mm-encoder" / "compiled"
+                self.directory = user_cache(VARIABLE) / "compiled"
         except ValueError as error:
             raise RuntimeMismatchError(f"the directory of compiled towers is not known: {error}") from None
 

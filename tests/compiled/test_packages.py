@@ -254,7 +254,7 @@ def test_without_a_home_the_python_tower_runs(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.delenv(VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(packages, "expand_home", unknown)
+    monkeypatch.setattr(packages, "user_cache", unknown)
     with Encoder(CHECKPOINT, device="cpu") as encoder:
         assert "home directory is not known" in encoder.health().tower
 
