@@ -18,7 +18,7 @@ import torch
 from ..errors import RuntimeMismatchError
 from ..families.family import Family
 from ..logs import logger
-from .packages import Package, Packages
+from .packages import Packages
 
 
 def build(
@@ -26,19 +26,18 @@ def build(
     dtype: torch.dtype,
     identity: Mapping[str, str],
     packages: Packages,
-    find: Callable[[], Package],
+    find: Callable[[], object],
     progress: Callable[[str], object] = lambda step: None,
-) -> Package:
-    """Compile the package of an identity, unless another process has meanwhile: `find` returns what it made,
-    or raises RuntimeMismatchError.
+) -> None:
+    """Compile the package of an identity, unless another process has meanwhile: `find` raises
+    RuntimeMismatchError while there is none that can be used.
 
     `progress` is called with each step's name. Raises RuntimeMismatchError with the compiler's last words.
     """
     with packages.building(identity) as folder:
-        try:
-            return find()
-        except RuntimeMismatchError:
-            pass
+        with suppress(RuntimeMismatchError):
+            find()
+            return
         begun = time.monotonic()
         logger.info(
             "compiling the tower of %s for %s; it takes a minute or two, once",
@@ -62,7 +61,6 @@ def build(
             package.library,
             extra={"mm_event": "compile_end"},
         )
-        return package
 
 
 def _run_child(request: str, folder: Path, progress: Callable[[str], object]) -> None:

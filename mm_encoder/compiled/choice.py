@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -106,8 +107,8 @@ def compiled_package(
     try:
         return _find(packages, wanted)
     except RuntimeMismatchError:
-        package = build(family, dtype, wanted, packages, lambda: _find(packages, wanted)[0], progress)
-        return package, Library(package.library)
+        build(family, dtype, wanted, packages, partial(_find, packages, wanted), progress)
+        return _find(packages, wanted)
 
 
 def _find(packages: Packages, wanted: dict[str, str]) -> tuple[Package, Library]:

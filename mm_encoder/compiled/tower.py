@@ -27,7 +27,7 @@ class CompiledTower:
         self._here = _OfThread(library, {**dict(eager.named_parameters()), **dict(eager.named_buffers())})
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """See `Tower`."""
+        """See `VisionTower.forward`."""
         arguments = self._signature.arguments(patches, self.eager.tables(grids, len(patches)))
         torch.get_num_threads()  # has this thread's OpenMP follow Torch's setting
         return self._here.container.run(arguments)
