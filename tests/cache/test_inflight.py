@@ -9,8 +9,7 @@ import pytest
 
 from mm_encoder.cache.inflight import Flight, Flights
 
-from ..helpers.threads import joined, started
-from ..helpers.waiting import HANG
+from ..helpers.threads import held_elsewhere, joined, started
 
 pytestmark = pytest.mark.threads
 
@@ -83,20 +82,9 @@ def test_a_waiter_may_leave_where_its_own_thread_holds_the_lock() -> None:
 def test_leaving_does_not_wait_for_a_thread_that_holds_the_lock() -> None:
     first = Waiting()
     made, given_up = flight(first)
-    inside, opened = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with made._lock:
-            inside.set()
-            assert opened.wait(HANG)
-        made._lock.settle()
-
-    holder = started(hold)
-    assert inside.wait(HANG)
-    made.leave(first)
-    assert given_up == []
-    opened.set()
-    joined([holder])
+    with held_elsewhere(made._lock):
+        made.leave(first)
+        assert given_up == []
     assert given_up == ["None"]
 
 
@@ -169,25 +157,13 @@ def test_finishing_does_not_wait_for_who_is_inside(own: bool) -> None:
     first = Waiting()
     made = flight(first)[0]
     flights.claim_key(b"key", made)
-    inside, opened = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with flights._lock:
-            inside.set()
-            assert opened.wait(HANG)
-        flights._lock.settle()
-
     if own:
         with flights._lock:
             assert flights.finish(made) == [first]
         flights._lock.settle()
     else:
-        holder = started(hold)
-        assert inside.wait(HANG)
-        finisher = started(lambda: flights.finish(made))
-        joined([finisher])
-        opened.set()
-        joined([holder])
+        with held_elsewhere(flights._lock):
+            joined([started(lambda: flights.finish(made))])
     assert len(flights) == 0
     assert flights.claim_key(b"key", flight(Waiting())[0])
 

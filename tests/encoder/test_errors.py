@@ -28,6 +28,7 @@ from mm_encoder import (
 )
 from mm_encoder.families.glm53 import Glm53, GlmTower
 
+from ..helpers.holding import watch_towers
 from ..helpers.images import mixed, png
 from ..helpers.waiting import HANG, in_flight
 
@@ -181,15 +182,7 @@ def test_a_stored_media_error_keeps_nothing_alive(encoder: Encoder, monkeypatch:
 def test_a_stored_replica_error_keeps_no_tower_alive(
     glm53_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    towers: list[weakref.ref[Any]] = []
-    build = Glm53.build_tower
-
-    def watched(*arguments: Any) -> Any:
-        tower = build(*arguments)
-        towers.append(weakref.ref(tower))
-        return tower
-
-    monkeypatch.setattr(Glm53, "build_tower", watched)
+    towers = watch_towers(monkeypatch)
     monkeypatch.setattr(GlmTower, "forward", lambda *_: 1 / 0)
     with Encoder(glm53_checkpoint, device="cpu") as encoder:
         error = encoder.submit(png(20, 20)).exception()

@@ -20,7 +20,7 @@ from mm_encoder.engine.budget import Budget
 from mm_encoder.engine.job import Job
 from mm_encoder.families.glm53 import Glm53, GlmTower
 
-from ..helpers.holding import hold_towers
+from ..helpers.holding import hold_towers, watch_towers
 from ..helpers.images import png
 from ..helpers.threads import library_threads
 from ..helpers.waiting import HANG
@@ -243,15 +243,7 @@ def test_close_frees_the_weights_whatever_is_still_held(
     replicas: int,
     ending: str,
 ) -> None:
-    built: list[weakref.ref[Any]] = []
-    build = Glm53.build_tower
-
-    def watched(*arguments: Any) -> Any:
-        tower = build(*arguments)
-        built.append(weakref.ref(tower))
-        return tower
-
-    monkeypatch.setattr(Glm53, "build_tower", watched)
+    built = watch_towers(monkeypatch)
     settings: dict[str, Any] = {"share_weights": share_weights, "cache": cache, "replicas_per_gpu": replicas}
     encoder = Encoder(glm53_checkpoint, device="cpu", **settings)
     held: list[Any] = [*encoder.generate([IMAGE, png()])]

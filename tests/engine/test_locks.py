@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from mm_encoder.locks import AskableLock, guarded
 
-from ..helpers.threads import joined, started
-from ..helpers.waiting import HANG
+from ..helpers.threads import held_elsewhere
 
 
 class Guarded:
@@ -31,20 +28,10 @@ def test_what_is_asked_for_inside_is_done_when_the_lock_is_released() -> None:
 
 
 def test_asking_does_not_wait_for_another_thread() -> None:
-    one, inside, leave = Guarded(), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with one._lock:
-            inside.set()
-            assert leave.wait(HANG)
-        one._lock.settle()
-
-    holder = started(hold)
-    assert inside.wait(HANG)
-    one._lock.ask(lambda: one.done.append("asked"))
-    assert one.done == []
-    leave.set()
-    joined([holder])
+    one = Guarded()
+    with held_elsewhere(one._lock):
+        one._lock.ask(lambda: one.done.append("asked"))
+        assert one.done == []
     assert one.done == ["asked"]
 
 

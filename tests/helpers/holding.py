@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,6 +20,20 @@ from mm_encoder.media.source import Source
 
 from .images import noise, saved
 from .waiting import HANG, nothing_left, until
+
+
+def watch_towers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Return a list that gets a weak reference to every tower that is built from now on."""
+    towers: list[weakref.ref[Any]] = []
+    build = Glm53.build_tower
+
+    def watched(*arguments: Any) -> Any:
+        tower = build(*arguments)
+        towers.append(weakref.ref(tower))
+        return tower
+
+    monkeypatch.setattr(Glm53, "build_tower", watched)
+    return towers
 
 
 class Hold:

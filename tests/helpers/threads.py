@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from mm_encoder.locks import AskableLock
 
 from .waiting import HANG
 
@@ -20,6 +23,26 @@ def joined(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         thread.join(HANG)
         assert not thread.is_alive()
+
+
+@contextmanager
+def held_elsewhere(lock: AskableLock) -> Iterator[None]:
+    """Have another thread hold the lock inside the block; it settles when it has left."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            inside.set()
+            assert leave.wait(HANG)
+        lock.settle()
+
+    holder = started(hold)
+    assert inside.wait(HANG)
+    try:
+        yield
+    finally:
+        leave.set()
+        joined([holder])
 
 
 def library_threads() -> list[threading.Thread]:
